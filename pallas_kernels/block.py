@@ -1,0 +1,73 @@
+"""The contract between the distributed executor and a kernel: one query chunk against one key/value chunk."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels.masks import Mask
+
+
+class Box(NamedTuple):
+    """Rows `row` .. `row + num_rows - 1` of heads `head` .. `head + num_heads - 1` of a chunk [B, T, N, ...]."""
+
+    row: int
+    num_rows: int
+    head: int
+    num_heads: int
+
+    def take(self, chunk: Array) -> Array:
+        """The box of a chunk; rows past its end are zeros, which add nothing to any gradient."""
+        rows = lax.slice_in_dim(chunk, self.row, min(self.row + self.num_rows, chunk.shape[1]), axis=1)
+        heads = lax.slice_in_dim(rows, self.head, self.head + self.num_heads, axis=2)
+        padding = [(0, 0)] * chunk.ndim
+        padding[1] = (0, self.num_rows - rows.shape[1])
+        return jnp.pad(heads, padding)
+
+    def put(self, chunk: Array, update: Array) -> Array:
+        """The chunk with its box replaced by `update`; rows of `update` past the chunk's end are dropped."""
+        num_rows = min(self.num_rows, chunk.shape[1] - self.row)
+        return lax.dynamic_update_slice(chunk, update[:, :num_rows], (0, self.row, self.head) + (0,) * (chunk.ndim - 3))
+
+
+class Operand(NamedTuple):
+    """One side of a task: arrays that lie here, or that a peer sent. A kernel chooses when it runs, without a copy.
+
+    own: chunks of which the task takes `box`. peer: arrays that are already boxes, None where no worker fetches.
+    is_peer: which of the two this worker reads.
+    """
+
+    own: tuple[Array, ...]
+    box: Box
+    peer: tuple[Array, ...] | None
+    is_peer: Bool[Array, ""]
+
+    def read(self) -> tuple[Array, ...]:
+        """The arrays themselves, selected outside of any kernel: for implementations in plain jnp."""
+        own = tuple(map(self.box.take, self.own))
+        if self.peer is None:
+            return own
+        return tuple(jnp.where(self.is_peer, theirs, ours) for theirs, ours in zip(self.peer, own, strict=True))
+
+
+Partial = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
+Gradients = tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]
+
+
+@dataclass(frozen=True)
+class BlockAttention:
+    """An implementation of attention between one query chunk and one key/value chunk.
+
+    forward(queries, keys, mask, scale) -> (out, lse): queries holds (q,), keys (k, v); softmax(scale * q k^T) v over
+    the visible keys and its log-sum-exp (natural logarithm), both float32. A row that sees nothing gives 0 and -inf.
+
+    backward(queries, keys, mask, scale) -> (dq, dk, dv): queries holds (q, dout, lse, delta) with the lse and delta of
+    the whole row, not of this block's keys, so that the gradients of all blocks add up; float32. dk and dv are summed
+    over the query heads of their group.
+    """
+
+    forward: Callable[[Operand, Operand, Mask, float], Partial]
+    backward: Callable[[Operand, Operand, Mask, float], Gradients]
