@@ -1,0 +1,211 @@
+"""distflash_attention: exact attention over a sequence that is sharded along a mesh axis. Read this first.
+
+The path of a call: the checks and the custom_vjp here -> the table (schedule.py) -> fetch, compute, return, merge
+(executor.py) -> a block kernel (pallas_kernels).
+"""
+
+import functools
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from distflash_jax import executor, placement
+from distflash_jax.executor import Plan
+from distflash_jax.remat import LSE_NAME, OUT_NAME
+from distflash_jax.schedule import balanced, ring
+from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Choice, choose
+from pallas_kernels.block import Gradients, Partial
+
+Strategy = Literal["balanced", "balanced_unsplit", "ring"]
+STRATEGIES: tuple[Strategy, ...] = ("balanced", "balanced_unsplit", "ring")
+
+
+@overload
+def distflash_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    mesh: Mesh | AbstractMesh | None = ...,
+    axis: str = ...,
+    spec: PartitionSpec | None = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    strategy: Strategy = ...,
+    implementation: str | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Float[Array, "B T N H"]: ...
+
+
+@overload
+def distflash_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    mesh: Mesh | AbstractMesh | None = ...,
+    axis: str = ...,
+    spec: PartitionSpec | None = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    strategy: Strategy = ...,
+    implementation: str | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]: ...
+
+
+def distflash_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis: str = "seq",
+    spec: PartitionSpec | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    strategy: Strategy = "balanced",
+    implementation: str | None = None,
+    return_lse: bool = False,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """softmax(scale * q k^T) v, with the sequence sharded over the mesh axis `axis`.
+
+    Called on global arrays (under jit or not) it runs its own shard_map; called inside a shard_map that already holds
+    `axis`, on the chunks of this worker. Tokens lie in their natural order, worker w holding the w-th chunk; a length
+    that the workers do not divide is padded inside. Differentiable in q, k and v through out and lse.
+
+    Args:
+        q, k, v: float32, bfloat16 or float16, all of one dtype. N must be a multiple of K; query head n reads
+            key/value head n // (N / K). S may differ from T where causal is False.
+        mesh: defaults to that of q's explicit sharding, else to the ambient mesh (jax.set_mesh).
+        axis: the mesh axis that the sequence is sharded over.
+        spec: how q, k, v and out lie on the mesh, such as P("data", "seq", "tensor"). Defaults to the explicit sharding
+            of q, else to P(None, axis).
+        causal: each token sees itself and those before it.
+        scale: defaults to 1 / sqrt(H).
+        strategy: "balanced" keeps every worker busy; "balanced_unsplit" is the paper's own table, where half of an even
+            number of workers idle in the last step; "ring" is the unbalanced baseline.
+        implementation: the block kernel; None chooses, and which_implementation tells.
+        return_lse: also return the log-sum-exp of the scaled scores: float32, natural logarithm, differentiable.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+
+    Source: DISTFLASHATTN, arXiv 2310.03294.
+    """
+    _check_arrays(q, k, v, causal)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r}: must be one of {STRATEGIES}")
+    T, S = q.shape[1], k.shape[1]
+    attend = functools.partial(
+        _attend,
+        axis=axis,
+        is_causal=causal,
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        strategy=strategy,
+        kernel=IMPLEMENTATIONS[which_implementation(implementation, mesh=mesh).name],
+    )
+    if placement.is_inside_shard_map(axis):
+        placement.check_chunks(q, k, v, axis, mesh, spec)
+        out, lse = attend(q, k, v, num_keys=S * lax.axis_size(axis))
+        return (out, lse) if return_lse else out
+    mesh = placement.find_mesh(mesh, axis, q)
+    spec = placement.find_spec(spec, mesh, axis, q)
+    placement.check_divisible(q, k, mesh, spec)
+    q, k, v = (_pad_rows(x, mesh.shape[axis]) for x in (q, k, v))
+    out, lse = jax.shard_map(
+        functools.partial(attend, num_keys=S),
+        mesh=mesh,
+        in_specs=(spec, spec, spec),
+        out_specs=(spec, PartitionSpec(*spec[:3])),
+        axis_names=frozenset(mesh.axis_names) - frozenset(jax.sharding.get_abstract_mesh().manual_axes),
+    )(q, k, v)
+    return (out[:, :T], lse[:, :T]) if return_lse else out[:, :T]
+
+
+def which_implementation(implementation: str | None = None, *, mesh: Mesh | AbstractMesh | None = None) -> Choice:
+    """(name, reason) of the block kernel that distflash_attention runs with these arguments.
+
+    Raises:
+        ValueError: `implementation` names none.
+    """
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+    return choose(implementation, platform)
+
+
+def _attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    axis: str,
+    num_keys: int,
+    is_causal: bool,
+    scale: float,
+    strategy: Strategy,
+    kernel: BlockAttention,
+) -> Partial:
+    """(out, lse) of this worker's chunks; num_keys counts the keys of the whole sequence, without padding."""
+    num_workers = lax.axis_size(axis)
+    if strategy == "ring":
+        schedule = ring(num_workers, is_causal=is_causal)
+    else:
+        split = "heads" if k.shape[2] % 2 == 0 else "rows"
+        schedule = balanced(num_workers, is_causal=is_causal, cut=split if strategy == "balanced" else None)
+    q, k, v = placement.vary_alike(q, k, v)
+    return _attention(Plan(schedule, kernel, axis, num_keys, scale), q, k, v)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(plan: Plan, q: Array, k: Array, v: Array) -> Partial:
+    return executor.forward(plan, q, k, v)
+
+
+def _attention_fwd(plan: Plan, q: Array, k: Array, v: Array) -> tuple[Partial, tuple[Array, ...]]:
+    out, lse = executor.forward(plan, q, k, v)
+    # The named values must be both results and residuals: a policy that saves them then leaves no use of the forward.
+    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+    return (out, lse), (q, k, v, out, lse)
+
+
+def _attention_bwd(plan: Plan, residuals: tuple[Array, ...], cotangents: Partial) -> Gradients:
+    q, k, v, out, lse = residuals
+    dout, dlse = cotangents
+    # d lse / d scores = weights, so the whole gradient of lse is one subtraction here.
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
+    return executor.backward(plan, q, k, v, dout, lse, delta)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _pad_rows(x: Float[Array, "B T ..."], multiple: int) -> Float[Array, "B T2 ..."]:
+    """Zero rows up to a multiple: no causal query sees them, and num_keys hides them from all others."""
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2)) if x.shape[1] % multiple else x
+
+
+def _check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name}: must have 4 dimensions [batch, sequence, heads, head dim], got shape {x.shape}")
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise ValueError(f"{name}: dtype must be float32, bfloat16 or float16, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name}: dtype must be that of q, {q.dtype}, got {x.dtype}")
+        if 0 in x.shape:
+            raise ValueError(f"{name}: must not be empty, got shape {x.shape}")
+    if k.shape != v.shape:
+        raise ValueError(f"v: shape must be that of k, {k.shape}, got {v.shape}")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"k, v: batch size must be that of q, {q.shape[0]}, got {k.shape[0]}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"k, v: head dim must be that of q, {q.shape[3]}, got {k.shape[3]}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"q: number of heads {q.shape[2]} must be a multiple of the {k.shape[2]} heads of k, v")
+    if causal and q.shape[1] != k.shape[1]:
+        raise ValueError(f"causal=True: k, v must be as long as q, {q.shape[1]}, got {k.shape[1]}")

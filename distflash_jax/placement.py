@@ -1,0 +1,112 @@
+"""Where the arrays of a call lie: its mesh, its PartitionSpec, and what must hold before anything is compiled."""
+
+import math
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jaxtyping import Array
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def is_inside_shard_map(axis: str) -> bool:
+    """Whether the caller runs inside a shard_map (or another manual region) over `axis`."""
+    return axis in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def find_mesh(mesh: AnyMesh | None, axis: str, q: Array) -> AnyMesh:
+    """The mesh given, or that of q's explicit sharding, or the ambient one (jax.set_mesh).
+
+    Raises:
+        ValueError: there is none, or it has no axis `axis`.
+    """
+    candidates = (mesh, jax.typeof(q).sharding.mesh, jax.sharding.get_abstract_mesh())
+    found = next((candidate for candidate in candidates if candidate is not None and not candidate.empty), None)
+    if found is None:
+        raise ValueError(
+            f"mesh=None: no mesh given and none set; pass mesh= or call jax.set_mesh with a mesh that has an axis "
+            f'"{axis}", such as jax.make_mesh((jax.device_count(),), ("{axis}",))'
+        )
+    if axis not in found.axis_names:
+        raise ValueError(f"axis={axis!r}: must be one of the mesh's axes {found.axis_names}")
+    return found
+
+
+def find_spec(spec: PartitionSpec | None, mesh: AnyMesh, axis: str, q: Array) -> PartitionSpec:
+    """The spec given, or the explicit sharding of q, or P(None, axis); always of length 4.
+
+    Raises:
+        ValueError: it names unknown axes, or does not put `axis`, alone, on the sequence.
+    """
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if spec is None:
+        known = (*jax.typeof(q).sharding.spec, None, None, None, None)[:4]
+        is_explicit = types[axis] == AxisType.Explicit
+        spec = PartitionSpec(known[0], known[1] if is_explicit else axis, *known[2:])
+    if len(spec) > 4:
+        raise ValueError(f"spec={spec}: must have at most the 4 entries of [B, T, N, H]")
+    spec = PartitionSpec(*spec, *(None,) * (4 - len(spec)))
+    unknown = [name for entry in spec for name in _names(entry) if name not in types]
+    if unknown:
+        raise ValueError(f"spec={spec}: {unknown[0]!r} must be one of the mesh's axes {mesh.axis_names}")
+    if _names(spec[1]) != (axis,):
+        raise ValueError(
+            f"spec={spec}: the sequence (entry 1) must be sharded over axis={axis!r} alone, got {spec[1]!r}"
+        )
+    if _names(spec[3]):
+        raise ValueError(f"spec={spec}: the head dim (entry 3) must not be sharded, got {spec[3]!r}")
+    return spec
+
+
+def check_divisible(q: Array, k: Array, mesh: AnyMesh, spec: PartitionSpec) -> None:
+    """Raises ValueError where batch or heads do not divide, or the sequence is shorter than the workers are many."""
+    shards = [math.prod(mesh.shape[name] for name in _names(entry)) for entry in spec]
+    for name, size, entry, count in (
+        ("q: batch size", q.shape[0], spec[0], shards[0]),
+        ("q: number of heads", q.shape[2], spec[2], shards[2]),
+        ("k, v: number of heads", k.shape[2], spec[2], shards[2]),
+    ):
+        if size % count:
+            raise ValueError(f"{name} {size} must be a multiple of the size {count} of mesh axes {_names(entry)}")
+    for name, length in (("q", q.shape[1]), ("k, v", k.shape[1])):
+        if length < shards[1]:
+            raise ValueError(
+                f"{name}: sequence length {length} must be at least the size {shards[1]} of mesh axis {spec[1]!r}"
+            )
+
+
+def check_chunks(q: Array, k: Array, v: Array, axis: str, mesh: AnyMesh | None, spec: PartitionSpec | None) -> None:
+    """Raises ValueError for what cannot be right inside a shard_map over `axis`."""
+    for name, value in (("mesh", mesh), ("spec", spec)):
+        if value is not None:
+            raise ValueError(f"{name}={value}: must be None inside a shard_map that already holds axis {axis!r}")
+    if axis not in varying_axes(lax.axis_index(axis)):
+        return  # check_vma=False: types do not say what is replicated
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if axis not in varying_axes(x):
+            raise ValueError(
+                f"{name} is replicated over mesh axis {axis!r}: its sequence must be sharded over it (in_specs)"
+            )
+
+
+def vary_alike(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays, all typed as varying over the union of the axes that each varies over.
+
+    What is replicated for one of them (heads of k and v over a tensor axis, say) thus gets its gradient summed.
+    """
+    union = frozenset().union(*map(varying_axes, arrays))
+    return tuple(
+        lax.pcast(x, tuple(sorted(missing)), to="varying") if (missing := union - varying_axes(x)) else x
+        for x in arrays
+    )
+
+
+def varying_axes(x: Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,0 +1,233 @@
+"""The table of a distributed attention: steps[step].tasks[worker] = Task(q, kv, part) or None.
+
+Worker w owns query chunk w and key/value chunk w. A task with a chunk that is not its worker's own fetches that chunk
+and sends its results back. Everything else follows from the table: who sends what to whom, forward and backward, idle
+time and traffic. A new schedule is one function that returns a table; no reader asks which schedule it has.
+
+Source: DISTFLASHATTN, arXiv 2310.03294, sections 3.1 and 3.2 and appendix B. Unlike its algorithm 2, the tables here
+are complete for odd P (helpers work through step floor((P-1)/2)), and the last step of an even P is split between the
+owner and the helper, so that nobody idles.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+Cut = Literal["heads", "rows"]
+Permutation = tuple[tuple[int, int], ...]  # (source worker, destination worker)
+
+
+class Part(NamedTuple):
+    """Slice number `index` of `count` equal slices of a chunk, cut along its heads or its rows (tokens)."""
+
+    cut: Cut = "rows"
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = Part()
+
+
+class Task(NamedTuple):
+    """Attention of query chunk `q` against key/value chunk `kv`; of a part of the query's heads or rows, if cut."""
+
+    q: int
+    kv: int
+    part: Part = WHOLE
+
+    def __str__(self) -> str:
+        """Such as q4.k0, or q4.k0/heads1 for the second slice of its heads."""
+        suffix = f"/{self.part.cut}{self.part.index}" if self.part.count > 1 else ""
+        return f"q{self.q}.k{self.kv}{suffix}"
+
+
+class Side(NamedTuple):
+    """One operand of a step: query side or key/value side.
+
+    chunks: the chunk that each worker works on (its own where it idles). fetch: the messages that bring chunks which
+    are not their worker's own; results travel along `returns`, the same way back. own, peer: the part of the chunk that
+    tasks on own and on fetched chunks take.
+    """
+
+    chunks: tuple[int, ...]
+    fetch: Permutation
+    own: Part
+    peer: Part
+
+    @property
+    def returns(self) -> Permutation:
+        return tuple((destination, source) for source, destination in self.fetch)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One row of the table."""
+
+    tasks: tuple[Task | None, ...]
+
+    @functools.cached_property
+    def q(self) -> Side:
+        """The query side. Rows and heads of a cut task are those of its queries."""
+        return _side(self.tasks, lambda task: task.q, lambda task: task.part)
+
+    @functools.cached_property
+    def kv(self) -> Side:
+        """The key/value side. Cutting rows leaves the keys whole; cutting heads cuts the key/value heads alike."""
+        return _side(self.tasks, lambda task: task.kv, lambda task: task.part if task.part.cut == "heads" else WHOLE)
+
+    @property
+    def active(self) -> tuple[bool, ...]:
+        """Whether each worker has a task."""
+        return tuple(task is not None for task in self.tasks)
+
+
+def _side(tasks: Sequence[Task | None], chunk: Callable[[Task], int], part: Callable[[Task], Part]) -> Side:
+    chunks = tuple(worker if task is None else chunk(task) for worker, task in enumerate(tasks))
+    parts: dict[bool, set[Part]] = {True: set(), False: set()}  # is the chunk the worker's own?
+    for worker, task in enumerate(tasks):
+        if task is not None:
+            parts[chunk(task) == worker].add(part(task))
+    if any(len(found) > 1 for found in parts.values()):
+        raise ValueError(f"step {tasks}: all workers that fetch (or own) an operand must take the same part of it")
+    own, peer = (next(iter(parts[is_own]), WHOLE) for is_own in (True, False))
+    fetch = tuple((source, worker) for worker, source in enumerate(chunks) if source != worker)
+    return Side(chunks, fetch, own, peer)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A valid table: every pair that the mask can see exactly once, the diagonal first, fetches partial bijections.
+
+    Raises:
+        ValueError: the table breaks one of these rules; the message names step and worker.
+    """
+
+    name: str
+    is_causal: bool
+    steps: tuple[Step, ...]
+
+    def __post_init__(self):
+        _check_workers_own_an_operand(self)
+        _check_fetches_are_bijections(self)
+        _check_pairs_are_computed_once(self)
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.steps[0].tasks)
+
+    def work(self, task: Task | None) -> Fraction:
+        """Cost of a task in units of one whole chunk pair; a causal diagonal is half a unit."""
+        if task is None:
+            return Fraction(0)
+        return Fraction(1, 2 if self.is_causal and task.q == task.kv else 1) / task.part.count
+
+    @property
+    def makespan(self) -> Fraction:
+        """Sum over the steps of the longest task, in units of one whole chunk pair."""
+        return sum((max(map(self.work, step.tasks)) for step in self.steps), Fraction(0))
+
+    @property
+    def idle_fraction(self) -> Fraction:
+        """Share of the machine time (workers x makespan) in which a worker waits for a longer task of the same step."""
+        busy = sum((self.work(task) for step in self.steps for task in step.tasks), Fraction(0))
+        return 1 - busy / (self.num_workers * self.makespan)
+
+    def traffic(self, group_size: int) -> tuple[Fraction, Fraction]:
+        """(forward, backward) elements that a worker receives on average, in units of the elements of one chunk of k.
+
+        group_size: query heads per key/value head. A chunk of q, out, dout or dq counts group_size units, one of k, v,
+        dk or dv one unit; lse and delta (1 / head_dim of a chunk of q each) are left out.
+        """
+        forward = backward = Fraction(0)
+        for step in self.steps:
+            queries = Fraction(group_size * len(step.q.fetch), step.q.peer.count)
+            keys = Fraction(len(step.kv.fetch), step.kv.peer.count)
+            forward += 2 * queries + 2 * keys  # q, and out back; k, v
+            backward += 3 * queries + 4 * keys  # q, dout, and dq back; k, v, and dk, dv back
+        return forward / self.num_workers, backward / self.num_workers
+
+    def __str__(self) -> str:
+        """The table as text: one line a step, one column a worker."""
+        rows = [["-" if task is None else str(task) for task in step.tasks] for step in self.steps]
+        width = max(len(cell) for row in rows for cell in row)
+        lines = ["  ".join(cell.ljust(width) for cell in row).rstrip() for row in rows]
+        return "\n".join(f"step {number}  {line}" for number, line in enumerate(lines))
+
+
+def _check_workers_own_an_operand(schedule: Schedule) -> None:
+    for number, step in enumerate(schedule.steps):
+        if len(step.tasks) != schedule.num_workers:
+            raise ValueError(f"step {number} has {len(step.tasks)} tasks for {schedule.num_workers} workers")
+        for worker, task in enumerate(step.tasks):
+            if task is not None and worker not in (task.q, task.kv):
+                raise ValueError(f"step {number}: worker {worker} owns neither operand of {task}")
+    if schedule.steps[0].tasks != tuple(Task(worker, worker) for worker in range(schedule.num_workers)):
+        raise ValueError(f"step 0 must be the diagonal, got {schedule.steps[0].tasks}")
+
+
+def _check_pairs_are_computed_once(schedule: Schedule) -> None:
+    done: dict[tuple[int, int], list[Part]] = {}
+    for task in (task for step in schedule.steps for task in step.tasks if task is not None):
+        done.setdefault((task.q, task.kv), []).append(task.part)
+    chunks = range(schedule.num_workers)
+    wanted = {(q, kv) for q in chunks for kv in chunks if kv <= q or not schedule.is_causal}
+    if done.keys() != wanted:
+        raise ValueError(f"missing pairs {wanted - done.keys()}, pairs that the mask hides {done.keys() - wanted}")
+    for pair, parts in done.items():
+        if sorted(parts) != [Part(parts[0].cut, index, len(parts)) for index in range(len(parts))]:
+            raise ValueError(f"pair {pair} must be computed exactly once, got the parts {parts}")
+
+
+def _check_fetches_are_bijections(schedule: Schedule) -> None:
+    for number, step in enumerate(schedule.steps):
+        for fetch in (step.q.fetch, step.kv.fetch):
+            sources = [source for source, _ in fetch]
+            if len(set(sources)) != len(sources):
+                raise ValueError(f"step {number}: a worker sends the same chunk twice: {fetch}")
+
+
+def balanced(num_workers: int, *, is_causal: bool = True, cut: Cut | None = "heads") -> Schedule:
+    """Workers that have no keys left of their own rows help the rows at the end: makespan P/2, the ideal, for every P.
+
+    At step s worker w takes (q_w, kv_{w-s}); where there is no such chunk, it helps with (q_{w-s+P}, kv_w). For even P
+    the last step, s = P/2, holds each pair once: owner and helper each take half of it, cut along heads or rows, or
+    cut=None leaves it to the owner alone, as the paper does (1/(P+1) of the machine time is then idle).
+    Without a causal mask all chunks cost the same and the table is that of `ring`.
+    """
+    if not is_causal:
+        return Schedule("balanced", is_causal, _ring_steps(num_workers, is_causal=False))
+
+    def task(step: int, worker: int) -> Task | None:
+        is_shared = 2 * step == num_workers
+        if worker >= step:
+            return Task(worker, worker - step, Part(cut, 0, 2) if is_shared and cut else WHOLE)
+        if is_shared:
+            return Task(worker - step + num_workers, worker, Part(cut, 1, 2)) if cut else None
+        return Task(worker - step + num_workers, worker)
+
+    steps = tuple(
+        Step(tuple(task(step, worker) for worker in range(num_workers))) for step in range(num_workers // 2 + 1)
+    )
+    return Schedule("balanced" if cut else "balanced_unsplit", is_causal, steps)
+
+
+def ring(num_workers: int, *, is_causal: bool = True) -> Schedule:
+    """Each worker goes through the keys before its own: worker w takes (q_w, kv_{w-s}) while w >= s. Unbalanced.
+
+    Source: Ring Attention, arXiv 2310.01889, with direct sends in place of a rotation, so that nothing unused travels.
+    """
+    return Schedule("ring", is_causal, _ring_steps(num_workers, is_causal=is_causal))
+
+
+def _ring_steps(num_workers: int, *, is_causal: bool) -> tuple[Step, ...]:
+    return tuple(
+        Step(
+            tuple(
+                Task(worker, (worker - step) % num_workers) if worker >= step or not is_causal else None
+                for worker in range(num_workers)
+            )
+        )
+        for step in range(num_workers)
+    )

@@ -1,0 +1,128 @@
+"""The table, exhaustively and in pure Python."""
+
+from fractions import Fraction
+
+import pytest
+
+from distflash_jax.schedule import Part, Schedule, Step, Task, balanced, ring
+
+ALL_P = range(1, 65)
+CAUSAL = [(f"balanced_{cut}", lambda P, cut=cut: balanced(P, cut=cut)) for cut in ("heads", "rows", None)] + [
+    ("ring", ring)
+]
+
+
+@pytest.mark.parametrize("build", [b for _, b in CAUSAL], ids=[name for name, _ in CAUSAL])
+def test_every_causal_pair_is_computed_once(build):
+    for P in ALL_P:
+        shares: dict[tuple[int, int], Fraction] = {}
+        for step in build(P).steps:
+            for task in filter(None, step.tasks):
+                shares[task.q, task.kv] = shares.get((task.q, task.kv), Fraction(0)) + Fraction(1, task.part.count)
+        assert shares == {(q, kv): 1 for q in range(P) for kv in range(q + 1)}
+
+
+@pytest.mark.parametrize("build", [balanced, ring])
+def test_every_pair_is_computed_once_without_a_causal_mask(build):
+    for P in ALL_P:
+        pairs = [(t.q, t.kv) for step in build(P, is_causal=False).steps for t in step.tasks]
+        assert sorted(pairs) == [(q, kv) for q in range(P) for kv in range(P)]
+        assert build(P, is_causal=False).idle_fraction == 0
+
+
+@pytest.mark.parametrize("build", [b for _, b in CAUSAL], ids=[name for name, _ in CAUSAL])
+def test_fetches_are_partial_bijections_and_returns_their_inverse(build):
+    for P in ALL_P:
+        for step in build(P).steps:
+            for side in (step.q, step.kv):
+                for ends in zip(*side.fetch, strict=True):
+                    assert len(set(ends)) == len(ends)
+                assert {(b, a) for a, b in side.returns} == set(side.fetch)
+
+
+def test_no_worker_idles_in_the_balanced_table():
+    for P in ALL_P:
+        for cut in ("heads", "rows"):
+            assert balanced(P, cut=cut).idle_fraction == 0
+            assert balanced(P, cut=cut).makespan == Fraction(P, 2)
+
+
+def test_idle_share_of_the_papers_own_table_and_of_the_ring():
+    for P in ALL_P:
+        assert balanced(P, cut=None).idle_fraction == (0 if P % 2 else Fraction(1, P + 1))
+        assert ring(P).idle_fraction == Fraction(P - 1, 2 * P - 1)
+        assert ring(P).makespan == P - Fraction(1, 2)
+
+
+def test_traffic_equals_the_closed_forms():
+    for P in (*range(1, 18), 64):
+        for g in (1, 2, 4, 8):
+            forward, backward = balanced(P, cut=None).traffic(g)
+            if P % 2:
+                assert forward == Fraction((P - 1) * (3 * P - 1) + g * (P * P - 1), 4 * P)
+                assert backward == Fraction((P - 1) * (3 * P - 1), 2 * P) + Fraction(3 * g * (P * P - 1), 8 * P)
+                continue
+            assert forward == Fraction((3 * P - 2) + g * (P - 2), 4)
+            assert backward == Fraction(3 * P - 2, 2) + Fraction(3 * g * (P - 2), 8)
+            assert balanced(P, cut="heads").traffic(g)[0] == forward + Fraction(g - 1, 2)
+            assert balanced(P, cut="heads").traffic(g)[1] == backward + (Fraction(3 * g, 2) - 2) / 2
+            assert balanced(P, cut="rows").traffic(g) == (
+                forward + Fraction(g, 2),
+                backward + Fraction(3 * g, 4),
+            )
+
+
+GOLDEN = {
+    2: """
+step 0  q0.k0         q1.k1
+step 1  q1.k0/heads1  q1.k0/heads0
+""",
+    3: """
+step 0  q0.k0  q1.k1  q2.k2
+step 1  q2.k0  q1.k0  q2.k1
+""",
+    8: """
+step 0  q0.k0         q1.k1         q2.k2         q3.k3         q4.k4         q5.k5         q6.k6         q7.k7
+step 1  q7.k0         q1.k0         q2.k1         q3.k2         q4.k3         q5.k4         q6.k5         q7.k6
+step 2  q6.k0         q7.k1         q2.k0         q3.k1         q4.k2         q5.k3         q6.k4         q7.k5
+step 3  q5.k0         q6.k1         q7.k2         q3.k0         q4.k1         q5.k2         q6.k3         q7.k4
+step 4  q4.k0/heads1  q5.k1/heads1  q6.k2/heads1  q7.k3/heads1  q4.k0/heads0  q5.k1/heads0  q6.k2/heads0  q7.k3/heads0
+""",
+}
+
+
+@pytest.mark.parametrize("P", GOLDEN)
+def test_table_as_text(P):
+    assert str(balanced(P)) == GOLDEN[P].strip("\n")
+
+
+def diagonal(P):
+    return Step(tuple(Task(w, w) for w in range(P)))
+
+
+@pytest.mark.parametrize(
+    "steps, message",
+    [
+        ((Step((Task(1, 1), Task(0, 0))),), "owns neither operand"),
+        ((Step((Task(0, 0), Task(1, 0))), diagonal(2)), "step 0 must be the diagonal"),
+        ((diagonal(2),), "missing pairs {\\(1, 0\\)}"),
+        ((diagonal(2), Step((Task(0, 1), Task(1, 0)))), "pairs that the mask hides {\\(0, 1\\)}"),
+        ((diagonal(2), Step((Task(1, 0), Task(1, 0)))), "exactly once"),
+        (
+            (diagonal(2), Step((Task(1, 0, Part("heads", 0, 2)), Task(1, 0, Part("heads", 0, 2))))),
+            "exactly once",
+        ),
+        ((diagonal(2), Step((None,))), "1 tasks for 2 workers"),
+        (
+            (diagonal(3), Step((None, Task(1, 0), Task(2, 0))), Step((None, None, Task(2, 1)))),
+            "sends the same chunk twice",
+        ),
+        (
+            (diagonal(3), Step((None, Task(1, 0, Part("rows", 0, 2)), Task(2, 1, Part("rows", 1, 2))))),
+            "must take the same part",
+        ),
+    ],
+)
+def test_an_invalid_table_is_refused(steps, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule("broken", True, steps)
