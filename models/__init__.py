@@ -1,0 +1,1 @@
+"""Networks that are given their attention function and remat transformation; no mesh, no PartitionSpec."""

@@ -1,0 +1,161 @@
+"""Llama as a Flax NNX module that is given its attention function; layers are stacked and scanned.
+
+Parameters are float32 and carry Hugging Face's names, with kernels as [in, out] and heads as a dimension of
+their own. Arrays are global: how they lie on a mesh is decided by whoever calls.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int
+
+from models.config import LlamaConfig
+
+Attention = Callable[[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Array]
+Remat = Callable[[Callable], Callable]
+Rotation = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
+
+
+def rms_norm(x: Float[Array, "B T D"], scale: Float32[Array, " D"], *, eps: float) -> Float[Array, "B T D"]:
+    """x / sqrt(mean(x^2) + eps) * scale over the last dim, in float32, rounded once to the dtype of x."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (normed * scale).astype(x.dtype)
+
+
+def rope_frequencies(config: LlamaConfig) -> np.ndarray:
+    """Radians per position, float32 [head_dim / 2]: theta^(-2i / head_dim), slowed down by `rope_scaling`.
+
+    Wavelengths that fit the old context at least `high_freq_factor` times stay, those that fit it at most
+    `low_freq_factor` times grow by `factor`; in between the two are mixed linearly in the number of turns.
+    """
+    frequencies = config.rope_theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is not None:
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = np.clip(kept, 0.0, 1.0)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    return frequencies.astype(np.float32)
+
+
+def rotation(config: LlamaConfig, num_positions: int) -> Rotation:
+    """Cosine and sine of every position's angles."""
+    positions = jnp.arange(num_positions, dtype=jnp.int32).astype(jnp.float32)
+    angles = positions[:, None] * rope_frequencies(config)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x: Float[Array, "B T heads H"], cos_sin: Rotation) -> Float[Array, "B T heads H"]:
+    """Turns the pairs (x[i], x[i + H/2]) by their position's angles, in float32; Hugging Face pairs alike."""
+    cos, sin = (table[:, None, :] for table in cos_sin)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], std: float) -> nnx.Param:
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+class Layer(nnx.Module):
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LlamaConfig, *, attention: Attention, rngs: nnx.Rngs):
+        width, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        head_dim, mlp_width = config.head_dim, config.intermediate_size
+        # Both branches end in a projection whose scale keeps the residual stream's variance flat in depth.
+        depth = math.sqrt(2 * config.num_hidden_layers)
+        self.config = config
+        self.attention = attention
+        self.input_layernorm = nnx.Param(jnp.ones(width))
+        self.q_proj = _weight(rngs, (width, heads, head_dim), width**-0.5)
+        self.k_proj = _weight(rngs, (width, kv_heads, head_dim), width**-0.5)
+        self.v_proj = _weight(rngs, (width, kv_heads, head_dim), width**-0.5)
+        self.o_proj = _weight(rngs, (heads, head_dim, width), (heads * head_dim) ** -0.5 / depth)
+        self.post_attention_layernorm = nnx.Param(jnp.ones(width))
+        self.gate_proj = _weight(rngs, (width, mlp_width), width**-0.5)
+        self.up_proj = _weight(rngs, (width, mlp_width), width**-0.5)
+        self.down_proj = _weight(rngs, (mlp_width, width), mlp_width**-0.5 / depth)
+
+    def __call__(self, x: Float[Array, "B T D"], cos_sin: Rotation) -> Float[Array, "B T D"]:
+        eps = self.config.rms_norm_eps
+        with jax.named_scope("qkv"):
+            normed = rms_norm(x, self.input_layernorm[...], eps=eps)
+            q = _project("btd,dnh->btnh", normed, self.q_proj)
+            k = _project("btd,dkh->btkh", normed, self.k_proj)
+            v = _project("btd,dkh->btkh", normed, self.v_proj)
+        with jax.named_scope("rope"):
+            q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
+        with jax.named_scope("attention"):
+            out = self.attention(q, k, v)
+        with jax.named_scope("attention_out"):
+            x = x + _project("btnh,nhd->btd", out, self.o_proj)
+        with jax.named_scope("mlp"):
+            normed = rms_norm(x, self.post_attention_layernorm[...], eps=eps)
+            gate = _project("btd,df->btf", normed, self.gate_proj)
+            up = _project("btd,df->btf", normed, self.up_proj)
+            return x + _project("btf,fd->btd", jax.nn.silu(gate) * up, self.down_proj)
+
+
+def _project(equation: str, x: Float[Array, "..."], weight: nnx.Param) -> Float[Array, "..."]:
+    return jnp.einsum(equation, x, weight[...].astype(x.dtype))
+
+
+class Llama(nnx.Module):
+    """Tokens to final hidden states; the head is left to the loss, which never holds all logits at once.
+
+    Args:
+        attention: (q [B T N H], k [B T K H], v [B T K H]) -> out [B T N H], causal.
+        remat: transforms the function of one layer, such as `functools.partial(jax.checkpoint, policy=...)`;
+            `lambda layer: layer` keeps everything.
+        dtype: of activations and matrix products; parameters stay float32.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        attention: Attention,
+        remat: Remat,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        @nnx.split_rngs(splits=config.num_hidden_layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stack(layer_rngs: nnx.Rngs) -> Layer:
+            return Layer(config, attention=attention, rngs=layer_rngs)
+
+        self.config = config
+        self.remat = remat
+        self.dtype = dtype
+        self.embed_tokens = _weight(rngs, (config.vocab_size, config.hidden_size), 0.02)
+        self.layers = stack(rngs)
+        self.norm = nnx.Param(jnp.ones(config.hidden_size))
+        if not config.tie_word_embeddings:
+            self.lm_head = _weight(rngs, (config.hidden_size, config.vocab_size), 0.02)
+
+    @property
+    def head(self) -> Float32[Array, "D V"]:
+        """The matrix that turns hidden states into logits: the embedding transposed where they are tied."""
+        return self.embed_tokens[...].T if self.config.tie_word_embeddings else self.lm_head[...]
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Hidden states after the final norm."""
+        with jax.named_scope("embed"):
+            x = self.embed_tokens[...][tokens].astype(self.dtype)
+            cos_sin = rotation(self.config, tokens.shape[1])
+        graphdef, stacked = nnx.split(self.layers)
+
+        def apply_layer(x, layer):
+            with jax.named_scope("layer"):
+                return nnx.merge(graphdef, layer)(x, cos_sin), None
+
+        x, _ = jax.lax.scan(self.remat(apply_layer), x, stacked)
+        with jax.named_scope("final_norm"):
+            return rms_norm(x, self.norm[...], eps=self.config.rms_norm_eps)

@@ -1,0 +1,167 @@
+"""train.checkpoint: an exact round trip, and what happens to damaged and to foreign checkpoints."""
+
+import resource
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from train.checkpoint import Checkpoints
+from train.config import InputError, MeshShape
+from train.mesh import make_mesh
+
+
+def make_state(offset: float):
+    """A state of three dtypes, replicated and sharded, in nested containers."""
+    mesh = make_mesh(MeshShape(seq=8), "cpu")
+    state = {
+        "step": jnp.int32(offset),
+        "params": {"w": jnp.arange(64, dtype=jnp.float32).reshape(8, 8) / 7 + offset},
+        "opt": (jnp.full(3, offset, jnp.bfloat16), [jnp.ones((), jnp.uint32)]),
+    }
+    specs = {"step": P(), "params": {"w": P("seq")}, "opt": (P(), [P()])}
+    return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, specs)
+
+
+def struct_of(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def save_steps(directory: Path, steps: list[int]) -> None:
+    checkpoints = Checkpoints(directory)
+    for step in steps:
+        checkpoints.save(step, make_state(step), {"iterator": {"next_index": step}, "checksum": 2**32 - step})
+    checkpoints.close()
+
+
+def assert_equal(ours, theirs) -> None:
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        assert a.sharding == b.sharding
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def restored_step(directory: Path) -> int:
+    """Restores, checks that state and position belong together, and returns the step."""
+    found = Checkpoints(directory).restore(struct_of(make_state(0)))
+    assert found is not None
+    step, state, position = found
+    assert_equal(state, make_state(step))
+    assert position == {"iterator": {"next_index": step}, "checksum": 2**32 - step}
+    return step
+
+
+def test_an_empty_folder_restores_nothing(tmp_path):
+    assert Checkpoints(tmp_path / "checkpoints").restore(struct_of(make_state(0))) is None
+
+
+def test_state_and_position_come_back_exactly_and_three_checkpoints_are_kept(tmp_path):
+    directory = tmp_path / "checkpoints"
+    save_steps(directory, [1, 2, 3, 10])
+    assert restored_step(directory) == 10
+    assert sorted(int(path.name) for path in directory.iterdir()) == [2, 3, 10]
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("golden") / "checkpoints"
+    save_steps(directory, [1, 2])
+    return directory
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+# TensorStore reports to an event loop that Orbax has closed after the first error.
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damage", ["truncate", "empty", "delete"])
+def test_each_damaged_file_leads_to_the_older_checkpoint_or_does_not_matter(two_checkpoints, tmp_path, damage):
+    fallbacks = 0
+    for index, file in enumerate(files_of(two_checkpoints / "2")):
+        run = tmp_path / str(index)
+        shutil.copytree(two_checkpoints, run / "checkpoints")
+        victim = run / "checkpoints" / file.relative_to(two_checkpoints)
+        if damage == "delete":
+            victim.unlink()
+        else:
+            victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2 if damage == "truncate" else 0])
+        step = restored_step(run / "checkpoints")
+        fallbacks += step == 1
+        assert (run / "broken" / "2").exists() == (step == 1)
+    assert fallbacks >= 2
+
+
+def test_a_folder_emptied_by_an_interrupted_deletion_is_skipped_and_its_step_can_be_saved_again(
+    two_checkpoints, tmp_path
+):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, directory)
+    shutil.rmtree(directory / "2")
+    (directory / "2").mkdir()
+    checkpoints = Checkpoints(directory)
+    found = checkpoints.restore(struct_of(make_state(0)))
+    assert found is not None
+    assert found[0] == 1
+    assert "checkpoint 2 is not whole, trying an older one" in checkpoints.notes[0]
+    checkpoints.save(2, make_state(2), {"iterator": {"next_index": 2}, "checksum": 2**32 - 2})
+    checkpoints.close()
+    assert restored_step(directory) == 2
+
+
+def test_a_folder_without_a_whole_checkpoint_is_refused_and_left_as_it_is(two_checkpoints, tmp_path):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, directory)
+    for file in files_of(directory):
+        file.write_bytes(b"")
+    with pytest.raises(InputError, match=r"none of the steps \[2, 1\] can be read"):
+        Checkpoints(directory).restore(struct_of(make_state(0)))
+    assert (directory / "2").exists()
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (
+            jnp.zeros((8, 8), jnp.bfloat16),
+            r"params\.w is float32\[8, 8\] in its step 2 and bfloat16\[8, 8\] here",
+        ),
+        (
+            jnp.zeros((8, 4), jnp.float32),
+            r"params\.w is float32\[8, 8\] in its step 2 and float32\[8, 4\] here",
+        ),
+        (None, r"params\.w is float32\[8, 8\] in its step 2 and absent here"),
+    ],
+)
+def test_another_dtype_or_shape_is_refused_by_name(two_checkpoints, other, message):
+    state = make_state(0)
+    state["params"]["w"] = other if other is None else jax.device_put(other, state["step"].sharding)
+    with pytest.raises(InputError, match=message):
+        Checkpoints(two_checkpoints).restore(struct_of(state))
+
+
+@pytest.fixture
+def small_files_only():
+    """Writing past 4 KiB fails in this process, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_save_that_fails_in_the_background_is_raised_by_close_and_the_older_one_stays(
+    two_checkpoints, tmp_path, small_files_only
+):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, directory)
+    checkpoints = Checkpoints(directory)
+    noise = jax.random.bits(jax.random.key(0), (2**14,), jnp.uint32)
+    checkpoints.save(3, {"noise": noise}, {})
+    with pytest.raises(Exception, match="File too large"):
+        checkpoints.close()
+    assert restored_step(directory) == 2

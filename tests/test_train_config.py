@@ -1,0 +1,114 @@
+"""train.config: what the command line means, what it refuses in one line, and who owns a run-dir."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models.config import PRESETS
+from train import llama
+from train.config import Config, InputError, MeshShape, StepRange, default_run_dir, open_run_dir, parse
+
+REFUSED = [
+    ("--steps abc", "--steps abc: a whole number of at least 1"),
+    ("--steps=0", "--steps 0: a whole number of at least 1"),
+    ("--steps 3.5", "--steps 3.5: a whole number of at least 1"),
+    ("--steps", "--steps: a value after the flag"),
+    ("--batch-size -1", "--batch-size -1: a whole number of at least 1"),
+    ("--warmup-steps -1", "--warmup-steps -1: a whole number of at least 0"),
+    ("--lr nan", "--lr nan: a finite number above 0"),
+    ("--lr 0", "--lr 0: a finite number above 0"),
+    ("--seed 2147483648", "--seed 2147483648: a whole number from 0 to 2147483647"),
+    ("--remat half", "--remat half: one of attention, offload, layer, none"),
+    ("--strategy zigzag", "--strategy zigzag: one of balanced, balanced_unsplit, ring"),
+    ("--platform tpu", "--platform tpu: one of auto, cpu, cuda"),
+    ("--dtype float16", "--dtype float16: one of float32, bfloat16"),
+    ("--model gpt", "--model gpt: one of tiny, "),
+    ("--hidden-size x", "--hidden-size x: a whole number of at least 1"),
+    ("--tie-word-embeddings yes", "--tie-word-embeddings yes: true or false"),
+    ("--num-key-value-heads 3", "--num-key-value-heads 3: num_attention_heads=4 must be a multiple of"),
+    ("--head-dim 7", "--head-dim 7: head_dim=7 must be even"),
+    ("--mesh seq=0", "--mesh seq=0: axes data and seq, once and at least 1 each"),
+    ("--mesh seq", "--mesh seq: axes data and seq"),
+    ("--mesh tensor=2", "--mesh tensor=2: axes data and seq"),
+    ("--mesh seq=2,seq=4", "--mesh seq=2,seq=4: axes data and seq, once"),
+    ("--seq-len 100", "--seq-len 100: a multiple of the seq axis of --mesh data=1,seq=8"),
+    ("--seq-len 4", "--seq-len 4: a multiple of the seq axis of --mesh data=1,seq=8"),
+    ("--mesh data=2 --batch-size 3", "--batch-size 3: a multiple of the data axis of --mesh data=2,seq=1"),
+    ("--profile-steps 5:3", "--profile-steps 5:3: FIRST:LAST with 1 <= FIRST <= LAST"),
+    ("--profile-steps 0:3", "--profile-steps 0:3: FIRST:LAST with 1 <= FIRST <= LAST"),
+    ("--profile-steps 3:5 --steps 4", "--profile-steps 3:5: within the steps of the run, --steps 4"),
+    ("--data /nowhere", "--data /nowhere: a file or folder that exists"),
+    ("--run-dir /dev/null", "--run-dir /dev/null: a folder, or a name for a new one"),
+    ("--stpes 3", "--stpes: a flag of this command, perhaps --steps"),
+    ("--hiden-size=3", "--hiden-size=3: a flag of this command, perhaps --hidden-size"),
+    ("now", "now: a flag of this command, see --help"),
+]
+
+
+@pytest.mark.parametrize("line, message", REFUSED, ids=[line for line, _ in REFUSED])
+def test_a_wrong_argument_exits_with_2_and_one_line_of_flag_value_and_what_is_allowed(line, message, capsys):
+    assert llama.main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_help_and_refusals_need_no_jax():
+    script = "import sys; from train import llama; llama.main(['--steps', 'x']); assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_flags_become_values():
+    flags = ["--mesh", "data=2,seq=4", "--batch-size=4", "--profile-steps", "3:5", "--lr", "1e-4"]
+    config = parse([*flags, "--dtype", "bfloat16"])
+    assert (config.mesh, config.profile_steps) == (MeshShape(2, 4), StepRange(3, 5))
+    assert (config.batch_size, config.lr, config.dtype) == (4, 1e-4, "bfloat16")
+    assert config.mesh.num_devices == 8
+
+
+def test_a_model_flag_replaces_one_field_of_the_preset():
+    model = parse(["--model", "llama-7b", "--num-hidden-layers", "2", "--tie-word-embeddings", "true"]).llama
+    assert (model.num_hidden_layers, model.tie_word_embeddings) == (2, True)
+    assert model.hidden_size == PRESETS["llama-7b"].hidden_size
+
+
+def test_the_default_run_dir_follows_what_matters_and_nothing_else():
+    first = default_run_dir(Config())
+    assert first.parts[0] == "runs"
+    assert first.name.startswith("tiny-")
+    assert default_run_dir(parse(["--steps", "7", "--save-every", "2", "--profile-steps", "1:2"])) == first
+    for line in ("--lr 1", "--seed 1", "--mesh seq=4", "--hidden-size 64", "--remat none"):
+        assert default_run_dir(parse(line.split())) != first
+
+
+def test_a_run_dir_accepts_its_own_configuration_again_and_more_steps(tmp_path):
+    own = ["--run-dir", str(tmp_path / "run")]
+    assert open_run_dir(parse(own)) == tmp_path / "run"
+    open_run_dir(parse([*own, "--steps", "500", "--save-every", "3", "--profile-steps", "1:2"]))
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (saved["steps"], saved["mesh"], saved["hidden_size"]) == (500, "data=1,seq=8", None)
+
+
+def test_a_run_dir_of_another_configuration_is_refused_with_each_difference(tmp_path):
+    own = ["--run-dir", str(tmp_path)]
+    open_run_dir(parse(own))
+    with pytest.raises(InputError, match=r"--hidden-size was None and is 64, --lr was None and is 0\.1$"):
+        open_run_dir(parse([*own, "--lr", "0.1", "--hidden-size", "64"]))
+    assert json.loads((tmp_path / "config.json").read_text())["lr"] == 0.006
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]"])
+def test_a_broken_config_json_is_refused(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError, match=r"with a whole config\.json"):
+        open_run_dir(parse(["--run-dir", str(tmp_path)]))
+
+
+def test_a_run_dir_that_cannot_be_made_is_refused():
+    with pytest.raises(InputError, match=r"--run-dir /proc/run: a folder that can be written"):
+        open_run_dir(Config(run_dir=Path("/proc/run")))

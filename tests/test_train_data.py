@@ -1,0 +1,174 @@
+"""train.data: rows, labels, order and resumption, the kinds of sources, and what is refused."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from train.config import InputError
+from train.data import SEPARATOR, Batches, Rows, Tokens, load
+from train.loss import IGNORED
+
+
+def text_of(values) -> bytes:
+    return bytes(int(value) for value in values)
+
+
+def batches_over(values, *, seq_len=4, batch_size=2, seed=0, checksum=0) -> Batches:
+    return Batches(Tokens(np.asarray(values), "here", checksum), seq_len=seq_len, batch_size=batch_size, seed=seed)
+
+
+def test_labels_are_the_next_tokens_and_the_last_position_has_none():
+    row = Rows(np.arange(10, 18, dtype=np.uint16), seq_len=4)[1]
+    assert row["tokens"].tolist() == [14, 15, 16, 17]
+    assert row["labels"].tolist() == [15, 16, 17, IGNORED]
+    assert row["tokens"].dtype == row["labels"].dtype == np.int32
+
+
+def test_a_short_last_row_is_padded_without_labels():
+    rows = Rows(np.arange(10, 16), seq_len=4)
+    assert len(rows) == 2
+    assert rows[1]["tokens"].tolist() == [14, 15, 0, 0]
+    assert rows[1]["labels"].tolist() == [15, IGNORED, IGNORED, IGNORED]
+
+
+def test_a_last_row_of_one_token_has_nothing_to_learn_and_is_left_out():
+    assert len(Rows(np.arange(5), seq_len=4)) == 1
+
+
+def test_an_epoch_holds_each_row_once_and_the_next_one_has_another_order():
+    batches = batches_over(np.arange(64), seq_len=4, batch_size=2)
+    epochs = [[next(batches)["tokens"][:, 0].tolist() for _ in range(8)] for _ in range(2)]
+    for epoch in epochs:
+        assert sorted(itertools.chain(*epoch)) == list(range(0, 64, 4))
+    assert epochs[0] != epochs[1]
+
+
+def test_a_batch_larger_than_the_data_repeats_rows():
+    assert next(batches_over(np.arange(8), seq_len=4, batch_size=5))["tokens"].shape == (5, 4)
+
+
+def test_the_seed_decides_the_order():
+    def first(seed):
+        batches = batches_over(np.arange(400), seed=seed)
+        return np.stack([next(batches)["tokens"] for _ in range(5)])
+
+    np.testing.assert_array_equal(first(1), first(1))
+    assert (first(1) != first(2)).any()
+
+
+@pytest.mark.parametrize("num_seen", [0, 1, 7, 8, 9])
+def test_a_position_that_went_through_json_resumes_exactly(num_seen):
+    undisturbed = batches_over(np.arange(64))
+    for _ in range(num_seen):
+        next(undisturbed)
+    resumed = batches_over(np.arange(64))
+    resumed.position = json.loads(json.dumps(undisturbed.position))
+    for _ in range(12):
+        np.testing.assert_array_equal(next(undisturbed)["tokens"], next(resumed)["tokens"])
+
+
+def test_a_position_in_other_data_is_refused():
+    with pytest.raises(InputError, match="--data here: the data of the checkpoint"):
+        batches_over(np.arange(64), checksum=1).position = batches_over(np.arange(64), checksum=2).position
+
+
+def test_the_default_is_the_standard_library_and_always_the_same():
+    first, second = load(None, 257), load(None, 257)
+    assert first.checksum == second.checksum
+    assert len(first.values) > 2_000_000
+    assert b"class JSONDecoder" in text_of(first.values[first.values < 256])
+    assert (first.values == SEPARATOR).sum() > 100
+
+
+def test_a_text_file_is_its_bytes(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"h\xc3\xa9\xff\x00")
+    assert load(tmp_path / "a.txt", 257).values.tolist() == [104, 195, 169, 255, 0]
+
+
+def test_a_folder_is_its_files_in_order_with_separators_between(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name, content in [("b.txt", b"B"), ("a.md", b"AA"), ("sub/c", b"C"), ("empty", b"")]:
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "d.jsonl").write_text('{"text": "D"}\n')
+    values = load(tmp_path, 257).values.tolist()
+    assert values == [65, 65, SEPARATOR, 66, SEPARATOR, 68, SEPARATOR, 67]
+
+
+def test_each_line_of_jsonl_is_a_document(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "ab", "id": 1}\n\n{"text": "\\u00e9"}\n')
+    assert load(tmp_path / "a.jsonl", 257).values.tolist() == [97, 98, SEPARATOR, 195, 169]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "<u2", ">u2", "int32", "int64"])
+def test_npy_is_mapped_whatever_its_integer_type(tmp_path, dtype):
+    np.save(tmp_path / "a.npy", np.array([5, 200, 7], dtype))
+    tokens = load(tmp_path / "a.npy", 201)
+    assert isinstance(tokens.values, np.memmap)
+    assert Rows(tokens.values, 4)[0]["tokens"].tolist() == [5, 200, 7, 0]
+
+
+def test_bin_is_mapped_little_endian_uint16(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"\x01\x00\x00\x02")
+    tokens = load(tmp_path / "a.bin", 513)
+    assert isinstance(tokens.values, np.memmap)
+    assert tokens.values.tolist() == [1, 512]
+
+
+def npy(array):
+    return lambda path: np.save(path, array, allow_pickle=True)
+
+
+REFUSED = {
+    "empty.txt": (lambda path: path.write_bytes(b""), "at least 2 tokens, found 0"),
+    "one.txt": (lambda path: path.write_bytes(b"a"), "at least 2 tokens, found 1"),
+    "empty.bin": (lambda path: path.write_bytes(b""), "at least 2 tokens, found 0"),
+    "odd.bin": (lambda path: path.write_bytes(b"abc"), "its size is odd"),
+    "empty.npy": (lambda path: path.write_bytes(b""), "a readable file of tokens"),
+    "text.npy": (lambda path: path.write_bytes(b"no numpy"), "a readable file of tokens"),
+    "object.npy": (npy(np.array([{}, {}])), "a readable file of tokens"),
+    "float.npy": (npy(np.ones(3)), r"one dimension of integers, found float64\[3\]"),
+    "square.npy": (npy(np.ones((2, 2), np.int32)), r"one dimension of integers, found int32\[2, 2\]"),
+    "negative.npy": (
+        npy(np.array([1, -2])),
+        r"tokens from 0 to 256 \(--vocab-size 257\), found -2 at position 1",
+    ),
+    "large.npy": (npy(np.array([1, 2, 300])), r"\(--vocab-size 257\), found 300 at position 2"),
+    "notext.jsonl": (
+        lambda path: path.write_text('{"text": "a"}\n{"body": "b"}\n'),
+        "line 2 is a JSON object",
+    ),
+    "number.jsonl": (lambda path: path.write_text('{"text": 3}\n'), "line 1 is a JSON object"),
+    "list.jsonl": (lambda path: path.write_text("[1]\n"), "line 1 is a JSON object"),
+    "cut.jsonl": (lambda path: path.write_text('{"text": "a'), "line 1 is a JSON object"),
+    "latin.jsonl": (lambda path: path.write_bytes(b'{"text": "\xe9"}'), "line 1 is a JSON object"),
+    "deep.jsonl": (lambda path: path.write_text("[" * 100_000), "line 1 is a JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unusable_data_are_refused_in_one_line_that_names_the_file(tmp_path, name):
+    write, message = REFUSED[name]
+    write(tmp_path / name)
+    with pytest.raises(InputError, match=message) as refusal:
+        load(tmp_path / name, 257)
+    assert str(refusal.value).startswith(f"--data {tmp_path / name}: ")
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_token_file_inside_a_folder_is_refused(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"abcd")
+    with pytest.raises(InputError, match=r"a folder of text files; pass the token file .*a\.bin by itself"):
+        load(tmp_path, 257)
+
+
+def test_bytes_need_a_vocabulary_that_holds_them(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"ab\xff")
+    with pytest.raises(InputError, match=r"tokens from 0 to 127 \(--vocab-size 128\), found 255 at position 2"):
+        load(tmp_path / "a.txt", 128)
+
+
+def test_a_file_that_vanished_is_refused(tmp_path):
+    with pytest.raises(InputError, match="a readable file"):
+        load(tmp_path / "gone.txt", 257)

@@ -1,0 +1,164 @@
+"""The training command as a user runs it: a child process, at a size that compiles in seconds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "train.llama"]
+SMALL = [
+    *("--platform", "cpu", "--seq-len", "32", "--hidden-size", "16", "--intermediate-size", "16"),
+    *("--num-hidden-layers", "1", "--num-attention-heads", "2", "--num-key-value-heads", "1"),
+    *("--head-dim", "8", "--warmup-steps", "2"),
+]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts the command on a text of its own; a program is compiled once for all tests of this file."""
+    folder = tmp_path_factory.mktemp("train")
+    text = folder / "text.txt"
+    text.write_bytes(Path(subprocess.__file__).read_bytes())
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+    def start(run_dir: Path, *arguments: str, mesh: str = "seq=2") -> subprocess.Popen:
+        flags = [*SMALL, "--data", str(text), "--mesh", mesh, "--run-dir", str(run_dir), *arguments]
+        return subprocess.Popen(
+            [*COMMAND, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | cache,
+            cwd=Path(__file__).parent.parent,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def train(start):
+    """Runs the command to its end; returns its JSON lines and what it said."""
+
+    def train(run_dir: Path, *arguments: str, mesh: str = "seq=2") -> tuple[list[dict], str]:
+        child = start(run_dir, *arguments, mesh=mesh)
+        out, err = child.communicate(timeout=110)
+        assert child.returncode == 0, err
+        return [json.loads(line) for line in out.splitlines()], err
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train, tmp_path_factory):
+    """Eight steps without a pause, with a profile of steps 3 to 4: (lines, what it said, run-dir)."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    return *train(run_dir, "--steps", "8", "--profile-steps", "3:4"), run_dir
+
+
+def losses(lines: list[dict]) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def test_a_run_tells_its_setting_each_step_and_where_to_look(undisturbed):
+    lines, said, run_dir = undisturbed
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert {"loss", "num_tokens", "grad_norm", "learning_rate", "tokens_per_second", "seconds_left"} <= lines[0].keys()
+    assert lines[0]["num_tokens"] == 4 * 31
+    for fact in (
+        "2 virtual CPU device(s)",
+        "data=1,seq=2",
+        "float32",
+        "balanced",
+        "remat attention",
+        str(run_dir),
+    ):
+        assert fact in said
+    assert f"loss {lines[0]['loss']:.3f} -> " in said
+    assert f"tensorboard --logdir {run_dir}" in said
+
+
+def test_a_run_dir_holds_config_scalars_checkpoint_and_profile(undisturbed):
+    run_dir = undisturbed[2]
+    assert json.loads((run_dir / "config.json").read_text())["dtype"] == "float32"
+    assert list(run_dir.glob("events.out.tfevents.*"))
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["8"]
+    assert list(run_dir.glob("plugins/profile/*/*.xplane.pb"))
+
+
+def test_a_finished_run_says_so_and_more_steps_continue_it_exactly(undisturbed, train, tmp_path):
+    run_dir = tmp_path / "run"
+    first, _ = train(run_dir, "--steps", "3")
+    again, said = train(run_dir, "--steps", "3")
+    assert again == []
+    assert "a larger --steps continues" in said
+    second, said = train(run_dir, "--steps", "8")
+    assert "resuming after step 3" in said
+    assert losses(first) | losses(second) == losses(undisturbed[0])
+
+
+def test_ctrl_c_saves_and_the_same_command_resumes_bitwise(undisturbed, start, train, tmp_path):
+    run_dir = tmp_path / "run"
+    child = start(run_dir, "--steps", "100000")
+    lines = [json.loads(child.stdout.readline()) for _ in range(3)]
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 0, err
+    lines += [json.loads(line) for line in out.splitlines()]
+    last = lines[-1]["step"]
+    assert f"stopped after step {last} of 100000; to resume: " in err
+    resumed, said = train(run_dir, "--steps", str(last + 3))
+    assert f"resuming after step {last}" in said
+    whole, _ = train(tmp_path / "whole", "--steps", str(last + 3))
+    assert losses(lines) | losses(resumed) == losses(whole)
+    assert losses(whole).items() >= {k: v for k, v in losses(undisturbed[0]).items() if k <= last + 3}.items()
+
+
+def test_a_second_signal_leaves_at_once(start, tmp_path):
+    child = start(tmp_path / "run", "--steps", "1000000")
+    child.stdout.readline()
+    child.send_signal(signal.SIGSTOP)
+    child.send_signal(signal.SIGTERM)
+    child.send_signal(signal.SIGINT)
+    child.send_signal(signal.SIGCONT)
+    child.communicate(timeout=30)
+    assert child.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+def test_a_truncated_checkpoint_falls_back_and_the_losses_stay_exact(undisturbed, train, tmp_path):
+    run_dir = tmp_path / "run"
+    train(run_dir, "--steps", "4", "--save-every", "2")
+    data_file = max((run_dir / "checkpoints" / "4").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    data_file.write_bytes(data_file.read_bytes()[:100])
+    resumed, said = train(run_dir, "--steps", "8")
+    assert "checkpoint 4 is not whole, trying an older one" in said
+    assert "resuming after step 2" in said
+    assert losses(resumed) == {step: loss for step, loss in losses(undisturbed[0]).items() if step > 2}
+
+
+def test_recomputing_whole_layers_changes_no_loss(undisturbed, train, tmp_path):
+    lines, said = train(tmp_path / "run", "--steps", "3", "--remat", "layer")
+    assert "remat layer" in said
+    assert losses(lines) == pytest.approx({step: losses(undisturbed[0])[step] for step in (1, 2, 3)}, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--vocab-size", "100"), "tokens from 0 to 99 (--vocab-size 100)"),
+        (("--platform", "cuda"), "--platform cuda: cpu or auto, as JAX finds no cuda device"),
+        (("--lr", "0.5"), "a folder of the same configuration; --lr was 0.006 and is 0.5"),
+    ],
+)
+def test_what_shows_only_after_the_parse_is_refused_in_one_line_too(undisturbed, start, arguments, message):
+    child = start(undisturbed[2], *arguments)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1

@@ -1,0 +1,1 @@
+"""Training commands: the only place where models, attention, data and meshes meet."""

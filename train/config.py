@@ -1,0 +1,282 @@
+"""Config: every setting of a training run, read from the command line and kept in run-dir/config.json.
+
+Imports no JAX, so that `--help` and a wrong flag are answered at once.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import io
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
+
+from models.config import PRESETS, LlamaConfig
+
+
+class InputError(Exception):
+    """What the user gave cannot work; the message is one line: argument, value and what is allowed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    """Devices per axis: `data` splits the batch, `seq` splits each sequence."""
+
+    data: int = 1
+    seq: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.seq
+
+    def __str__(self) -> str:
+        return f"data={self.data},seq={self.seq}"
+
+    @classmethod
+    def parse(cls, text: str) -> "MeshShape":
+        pairs = [re.fullmatch(r"(data|seq)=([1-9]\d*)", part) for part in text.split(",")]
+        sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
+        if len(sizes) < len(pairs):
+            raise InputError(f"--mesh {text}: axes data and seq, once and at least 1 each, such as data=2,seq=4")
+        return cls(sizes.get("data", 1), sizes.get("seq", 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRange:
+    """Steps `first` to `last`, both included, counted from 1 as the progress line counts them."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.first}:{self.last}"
+
+    def __contains__(self, step: int) -> bool:
+        return self.first <= step <= self.last
+
+    @classmethod
+    def parse(cls, text: str) -> "StepRange":
+        numbers = re.fullmatch(r"([1-9]\d*):(\d+)", text)
+        if numbers is None or int(numbers[1]) > int(numbers[2]):
+            raise InputError(f"--profile-steps {text}: FIRST:LAST with 1 <= FIRST <= LAST, such as 3:5")
+        return cls(int(numbers[1]), int(numbers[2]))
+
+
+def _flag(parse: Callable[[str], Any], metavar: str):
+    """Says to tyro how one word of the command line becomes a value."""
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: parse(words[0]),
+        is_instance=lambda _: True,
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _number(kind: type[int] | type[float], metavar: str, allowed: str, is_allowed: Callable[[Any], bool]):
+    def parse(word: str) -> int | float:
+        with contextlib.suppress(ValueError):
+            if is_allowed(number := kind(word)):
+                return number
+        raise ValueError(f"{word}: {allowed}")
+
+    return _flag(parse, metavar)
+
+
+def _choice(*choices: str):
+    def parse(word: str) -> str:
+        if word in choices:
+            return word
+        raise ValueError(f"{word}: one of {', '.join(choices)}")
+
+    return _flag(parse, "|".join(choices))
+
+
+def _boolean(word: str) -> bool:
+    if word not in ("true", "false"):
+        raise ValueError(f"{word}: true or false")
+    return word == "true"
+
+
+Remat = Literal["attention", "offload", "layer", "none"]
+Strategy = Literal["balanced", "balanced_unsplit", "ring"]
+Platform = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
+_whole = _number(int, "N", "a whole number of at least 1", lambda n: n >= 1)
+_whole_or_zero = _number(int, "N", "a whole number of at least 0", lambda n: n >= 0)
+_positive = _number(float, "X", "a finite number above 0", lambda x: 0 < x < float("inf"))
+_seed = _number(int, "N", "a whole number from 0 to 2147483647", lambda n: 0 <= n < 2**31)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOverrides:
+    """Fields of the preset that the command line replaces; None keeps the preset's value."""
+
+    vocab_size: Annotated[int | None, _whole] = None
+    hidden_size: Annotated[int | None, _whole] = None
+    intermediate_size: Annotated[int | None, _whole] = None
+    num_hidden_layers: Annotated[int | None, _whole] = None
+    num_attention_heads: Annotated[int | None, _whole] = None
+    num_key_value_heads: Annotated[int | None, _whole] = None
+    head_dim: Annotated[int | None, _whole] = None
+    rms_norm_eps: Annotated[float | None, _positive] = None
+    rope_theta: Annotated[float | None, _positive] = None
+    tie_word_embeddings: Annotated[bool | None, _flag(_boolean, "true|false")] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Train a Llama on real text, with every sequence spread over the devices of a mesh."""
+
+    mesh: Annotated[MeshShape, _flag(MeshShape.parse, "data=N,seq=N")] = MeshShape(seq=8)
+    """Devices per axis: data splits the batch, seq splits each sequence."""
+    model: Annotated[str, _choice(*PRESETS)] = "tiny"
+    """Preset, whose fields the flags below from --vocab-size on replace."""
+    seq_len: Annotated[int, _whole] = 1024
+    """Tokens in a row of the batch."""
+    batch_size: Annotated[int, _whole] = 4
+    """Rows in a batch, over all devices."""
+    steps: Annotated[int, _whole] = 80
+    """Optimizer steps in total; a larger number continues a finished run."""
+    lr: Annotated[float | None, _positive] = None
+    """Learning rate after the warm-up; without it: 6e-3 for tiny, 3e-4 for the other models."""
+    warmup_steps: Annotated[int, _whole_or_zero] = 10
+    """Steps in which the learning rate rises; afterwards it is constant."""
+    remat: Annotated[Remat, _choice(*get_args(Remat))] = "attention"
+    """What the backward keeps of a layer: attention outputs (on the device, or offloaded to the host), its
+    input alone (layer), or everything (none)."""
+    strategy: Annotated[Strategy, _choice(*get_args(Strategy))] = "balanced"
+    """Schedule of the attention over the seq axis."""
+    data: Annotated[Path | None, _flag(Path, "PATH")] = None
+    """Text file, folder of text files, .jsonl with a text field, or tokens as .npy or .bin (little-endian
+    uint16); without it: the source files of Python's standard library, one token a byte."""
+    run_dir: Annotated[Path | None, _flag(Path, "PATH")] = None
+    """Folder of config, checkpoints, scalars and profiles; without it: runs/MODEL-HASH, by configuration."""
+    save_every: Annotated[int, _whole] = 100
+    """Steps between two checkpoints; the last step is always saved."""
+    profile_steps: Annotated[StepRange | None, _flag(StepRange.parse, "FIRST:LAST")] = None
+    """Steps to profile, both included, for `tensorboard --logdir RUN_DIR`."""
+    seed: Annotated[int, _seed] = 0
+    """Decides the initial weights and the order of the data."""
+    platform: Annotated[Platform, _choice(*get_args(Platform))] = "auto"
+    """auto is cuda where a GPU is found, otherwise as many virtual CPU devices as the mesh needs."""
+    dtype: Annotated[Dtype | None, _choice(*get_args(Dtype))] = None
+    """Dtype of activations; without it: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
+    overrides: Annotated[ModelOverrides, tyro.conf.arg(name="")] = ModelOverrides()
+
+    def __post_init__(self) -> None:
+        if self.seq_len % self.mesh.seq != 0:
+            raise InputError(f"--seq-len {self.seq_len}: a multiple of the seq axis of --mesh {self.mesh}")
+        if self.batch_size % self.mesh.data != 0:
+            raise InputError(f"--batch-size {self.batch_size}: a multiple of the data axis of --mesh {self.mesh}")
+        if self.profile_steps is not None and self.profile_steps.last > self.steps:
+            raise InputError(f"--profile-steps {self.profile_steps}: within the steps of the run, --steps {self.steps}")
+        if self.data is not None and not self.data.exists():
+            raise InputError(f"--data {self.data}: a file or folder that exists")
+        if self.run_dir is not None and self.run_dir.exists() and not self.run_dir.is_dir():
+            raise InputError(f"--run-dir {self.run_dir}: a folder, or a name for a new one")
+
+    @property
+    def llama(self) -> LlamaConfig:
+        """The preset with the overrides of the command line."""
+        given = {name: value for name, value in dataclasses.asdict(self.overrides).items() if value is not None}
+        try:
+            return dataclasses.replace(PRESETS[self.model], **given)
+        except ValueError as error:
+            flags = " ".join(f"{_flag_name(name)} {value}" for name, value in given.items())
+            raise InputError(f"--model {self.model} {flags}: {error}") from error
+
+
+def parse(arguments: Sequence[str]) -> Config:
+    """Returns the configuration that the command line describes.
+
+    Raises:
+      InputError: a flag or its value is not allowed.
+    """
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            config, unknown = tyro.cli(Config, args=arguments, prog="python -m train.llama", return_unknown_args=True)
+    except SystemExit as stop:
+        if stop.code == 0:
+            raise
+        raise InputError(_message_in(complaint.getvalue())) from None
+    if unknown:
+        fields = dataclasses.fields(Config) + dataclasses.fields(ModelOverrides)
+        close = difflib.get_close_matches(unknown[0].split("=")[0], [_flag_name(field.name) for field in fields], n=1)
+        raise InputError(f"{unknown[0]}: a flag of this command, {f'perhaps {close[0]}' if close else 'see --help'}")
+    _ = config.llama
+    return config
+
+
+def _flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def _message_in(box: str) -> str:
+    """What one of tyro's boxes says, as one line that begins with the flag."""
+    rows = (row.strip(" │|╭╮╰╯+") for row in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines())
+    text = " ".join(row for row in rows if row)
+    if found := re.search(r"Error parsing (--[\w-]+): (.*?) [─-]{9}", text):
+        return f"{found[1]} {found[2]}"
+    if found := re.search(r"Missing value for argument '(--[\w-]+)'", text):
+        return f"{found[1]}: a value after the flag"
+    return text
+
+
+_MAY_CHANGE = {"steps", "save_every", "profile_steps"}
+
+
+def _to_json(config: Config) -> dict[str, Any]:
+    """Every setting by name except run_dir, so that a run-dir can be moved."""
+    settings = dataclasses.asdict(config) | dataclasses.asdict(config.overrides)
+    del settings["overrides"], settings["run_dir"]
+    return settings | {
+        "mesh": str(config.mesh),
+        "data": config.data and str(config.data),
+        "profile_steps": config.profile_steps and str(config.profile_steps),
+    }
+
+
+def default_run_dir(config: Config) -> Path:
+    """runs/<model>-<hash>, where the hash covers all that may not change during a run."""
+    settings = {name: value for name, value in _to_json(config).items() if name not in _MAY_CHANGE}
+    return (
+        Path("runs") / f"{config.model}-{hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]}"
+    )
+
+
+def open_run_dir(config: Config) -> Path:
+    """Creates the run's folder with its config.json, or accepts the one that holds this configuration.
+
+    Raises:
+      InputError: the folder holds another configuration, or cannot be written.
+    """
+    run_dir = config.run_dir or default_run_dir(config)
+    settings, path = _to_json(config), run_dir / "config.json"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        saved = dict(json.loads(path.read_text())) if path.exists() else settings
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(
+            f"--run-dir {run_dir}: a folder that can be written, with a whole config.json ({error})"
+        ) from None
+    changed = [
+        f"{_flag_name(name)} was {saved.get(name)} and is {settings.get(name)}"
+        for name in sorted((saved.keys() | settings.keys()) - _MAY_CHANGE)
+        if saved.get(name) != settings.get(name)
+    ]
+    if changed:
+        raise InputError(f"--run-dir {run_dir}: a folder of the same configuration; {', '.join(changed)}")
+    try:
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(settings, indent=2) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"--run-dir {run_dir}: a folder that can be written ({error.strerror})") from None
+    return run_dir

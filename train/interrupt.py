@@ -1,0 +1,47 @@
+"""The first Ctrl-C or SIGTERM asks a run to end after the step in progress; the second ends it at once."""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Self
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt:
+    """`requested` turns true at the first signal; the second ends the process with 128 + its number.
+
+    Python runs signal handlers on the main thread between two bytecodes, which a compilation holds up for
+    minutes. The byte that a signal also writes to a socket wakes a thread, which answers meanwhile.
+    """
+
+    def __init__(self, on_request: Callable[[], None]) -> None:
+        self.requested = False
+        self._on_request = on_request
+
+    def __enter__(self) -> Self:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno())
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        signal.set_wakeup_fd(self._previous_fd)
+        self._writer.close()
+        self._thread.join()
+        self._reader.close()
+
+    def _listen(self) -> None:
+        while received := self._reader.recv(1):
+            if received[0] in _SIGNALS:
+                if self.requested:
+                    os._exit(128 + received[0])
+                self.requested = True
+                self._on_request()

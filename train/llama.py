@@ -1,0 +1,26 @@
+"""The training command: `python -m train.llama --mesh seq=8`; exit code 2 where an argument cannot work."""
+
+import sys
+from collections.abc import Sequence
+
+from train.config import InputError, parse
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Trains as the arguments say and returns the exit code."""
+    try:
+        config = parse(arguments)
+        # After the parse, so that --help and a wrong flag need not wait for JAX.
+        from train.loop import run
+
+        run(config, command=["python", "-m", "train.llama", *arguments])
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,173 @@
+"""One training run: devices, data, model and the newest checkpoint, then step after step to the last one."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from distflash_jax import distflash_attention, remat
+from models.llama import Llama, Remat
+from train import data
+from train.checkpoint import Checkpoints
+from train.config import Config, StepRange, open_run_dir
+from train.interrupt import Interrupt
+from train.mesh import describe, keep_scopes_in_profiles, make_mesh
+from train.report import Report, say
+from train.step import OptimizerConfig, Program, TrainState, build
+
+# Layers are scanned, so nothing can merge a layer's recomputation with its forward: no barrier is needed against it.
+_checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
+_REMATS: dict[str, Remat] = {
+    "attention": lambda layer: _checkpoint(layer, policy=remat.save_attention_outputs()),
+    "offload": lambda layer: _checkpoint(layer, policy=remat.offload_attention_outputs()),
+    "layer": _checkpoint,
+    "none": lambda layer: layer,
+}
+
+
+def run(config: Config, command: list[str]) -> None:
+    """Trains to `config.steps` or to the first Ctrl-C, and saves; `command` is what resumes it."""
+    # Orbax logs at length what `Checkpoints.notes` says in a line.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    if config.profile_steps is not None:
+        keep_scopes_in_profiles()
+    mesh = make_mesh(config.mesh, config.platform)
+    config = _resolve(config, mesh)
+    tokens = data.load(config.data, config.llama.vocab_size)
+    batches = data.Batches(tokens, seq_len=config.seq_len, batch_size=config.batch_size, seed=config.seed)
+    program = build_program(config, mesh)
+    run_dir = open_run_dir(config)
+    _introduce(config, mesh, tokens, run_dir)
+    with (
+        Interrupt(lambda: say("stopping after this step; a second signal leaves at once")) as interrupt,
+        contextlib.closing(Checkpoints(run_dir / "checkpoints")) as checkpoints,
+    ):
+        start, state = _start(program, checkpoints, batches)
+        if start >= config.steps:
+            say(f"finished before: {start} of {config.steps} steps are done; a larger --steps continues")
+            return
+        done = start
+        with (
+            Report(run_dir, first_step=start + 1, num_steps=config.steps) as report,
+            Profile(config.profile_steps, run_dir) as profile,
+        ):
+            while done < config.steps and not interrupt.requested:
+                done += 1
+                with profile.step(done):
+                    batch = jax.device_put(next(batches), program.batch_sharding)
+                    state, metrics = program.step(state, batch)
+                    metrics = jax.device_get(metrics)
+                report.step(done, {name: value.item() for name, value in metrics.items()})
+                if done % config.save_every == 0:
+                    checkpoints.save(done, state, batches.position)
+        if done > start and done % config.save_every != 0:
+            checkpoints.save(done, state, batches.position)
+    _conclude(report, done, config, run_dir, command)
+
+
+def build_program(config: Config, mesh: Mesh) -> Program:
+    """The compiled side of a run: a Llama whose attention is spread over the seq axis of the mesh."""
+    attention = functools.partial(
+        distflash_attention,
+        mesh=mesh,
+        axis="seq",
+        spec=P("data", "seq"),
+        strategy=config.strategy,
+        causal=True,
+    )
+
+    def create_model(rngs: nnx.Rngs) -> Llama:
+        return Llama(
+            config.llama,
+            attention=attention,
+            remat=_REMATS[config.remat],
+            dtype=jnp.dtype(config.dtype),
+            rngs=rngs,
+        )
+
+    # No total_steps: the rate stays constant, so that a run is exactly the beginning of one with more steps.
+    optimizer = OptimizerConfig(learning_rate=cast(float, config.lr), warmup_steps=config.warmup_steps)
+    return build(create_model, mesh=mesh, optimizer=optimizer, seed=config.seed)
+
+
+class Profile:
+    """Writes the steps of a range as one XLA profile, which TensorBoard finds in the run-dir."""
+
+    def __init__(self, steps: StepRange | None, run_dir: Path) -> None:
+        self._steps = steps
+        self._run_dir = run_dir
+        self._is_running = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_running:
+            self._stop()
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Marks a step; the profile begins before the first and ends after the last of the range."""
+        if self._steps is not None and number in self._steps and not self._is_running:
+            jax.profiler.start_trace(self._run_dir)
+            self._is_running = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+            yield
+        if self._steps is not None and self._is_running and number == self._steps.last:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._is_running = False
+        jax.profiler.stop_trace()
+
+
+def _resolve(config: Config, mesh: Mesh) -> Config:
+    """The configuration with what was left to the machine (platform, dtype) and to the model (lr) decided."""
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return dataclasses.replace(
+        config,
+        platform="cpu" if is_cpu else "cuda",
+        dtype=config.dtype or ("float32" if is_cpu else "bfloat16"),
+        lr=config.lr or (6e-3 if config.model == "tiny" else 3e-4),
+    )
+
+
+def _introduce(config: Config, mesh: Mesh, tokens: data.Tokens, run_dir: Path) -> None:
+    say(f"devices   {describe(mesh)}, mesh {config.mesh}")
+    say(f"model     {config.model}, {config.llama.num_parameters:,} parameters, {config.dtype} activations")
+    say(f"attention {config.strategy}, remat {config.remat}")
+    say(f"data      {tokens.source}, {len(tokens.values):,} tokens in rows of {config.seq_len:,}")
+    say(f"run-dir   {run_dir}")
+
+
+def _start(program: Program, checkpoints: Checkpoints, batches: data.Batches) -> tuple[int, TrainState]:
+    """Returns the steps done and the state after them, with `batches` at the batch that comes next."""
+    restored = checkpoints.restore(program.state_struct)
+    for note in checkpoints.notes:
+        say(note)
+    if restored is None:
+        return 0, program.init()
+    step, state, batches.position = restored
+    say(f"resuming after step {step}")
+    return step, state
+
+
+def _conclude(report: Report, done: int, config: Config, run_dir: Path, command: list[str]) -> None:
+    if report.losses:
+        say(report.summary)
+    if done < config.steps:
+        say(f"stopped after step {done} of {config.steps}; to resume: {shlex.join(command)}")
+    else:
+        say(f"finished {done} steps; a larger --steps continues")
+    say(f"run-dir   {run_dir}")
+    say(f"curves    tensorboard --logdir {shlex.quote(str(run_dir))}")

@@ -1,0 +1,182 @@
+"""One training step, compiled once: `build` gives the functions that make, advance and judge a state."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from train.loss import TOKENS, mean_loss, token_losses
+
+Params = dict[str, Any]
+Batch = dict[str, Int32[Array, "B T"]]
+Metrics = dict[str, Array]
+
+
+class Model(Protocol):
+    """What the step needs of a network: hidden states and the matrix that turns them into logits."""
+
+    @property
+    def head(self) -> Float32[Array, "D V"]: ...
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes."""
+
+    step: Int32[Array, ""]
+    params: Params
+    opt_state: optax.OptState
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with a linear warm-up, then a cosine down to `final_fraction` of the peak at `total_steps`.
+
+    Without `total_steps` the rate stays at its peak, so that a finished run can be continued.
+    """
+
+    learning_rate: float = 3e-4
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    final_fraction: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self):
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps={self.warmup_steps} must not be negative")
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise ValueError(f"total_steps={self.total_steps} must be more than warmup_steps={self.warmup_steps}")
+        for name in ("learning_rate", "clip_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay={self.weight_decay} must not be negative")
+        for name in ("final_fraction", "b1", "b2"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The compiled side of a training run; all shardings are pinned, so `step` is traced and compiled once.
+
+    Attributes:
+        init: makes the state of step 0.
+        step: (state, batch) -> (state, metrics), donating the state. Metrics are `loss`, `num_tokens` (labels
+            that count), `grad_norm` (before clipping) and `learning_rate`.
+        token_losses: (params, batch) -> cross entropy [B T] of every position, 0 where the label is -1.
+        state_struct: shapes, dtypes and shardings of the state, for a restore.
+        batch_sharding: of `batch["tokens"]` and `batch["labels"]`, int32 [B T], where labels are shifted
+            already and -1 counts nothing. Put batches there with jax.device_put: numpy arrays retrace.
+    """
+
+    init: Callable[[], TrainState]
+    step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    token_losses: Callable[[Params, Batch], Float32[Array, "B T"]]
+    state_struct: TrainState
+    batch_sharding: NamedSharding
+
+
+def make_schedule(config: OptimizerConfig) -> optax.Schedule:
+    """Learning rate of a step; the first step already moves, with 1 / warmup_steps of the peak."""
+
+    def schedule(step):
+        step = jnp.asarray(step, jnp.float32)
+        warmup = jnp.minimum(1.0, (step + 1) / max(config.warmup_steps, 1))
+        if config.total_steps is None:
+            return config.learning_rate * warmup
+        progress = (step - config.warmup_steps) / (config.total_steps - config.warmup_steps)
+        cosine = 0.5 * (1 + jnp.cos(math.pi * jnp.clip(progress, 0.0, 1.0)))
+        return config.learning_rate * warmup * (config.final_fraction + (1 - config.final_fraction) * cosine)
+
+    return schedule
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """AdamW after clipping by the global norm; norm scales do not decay."""
+
+    def decays(params: Params) -> Params:
+        return jax.tree.map_with_path(lambda path, _: not path[-1].key.endswith("norm"), params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(make_schedule(config), b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=decays),
+    )
+
+
+def build(
+    create_model: Callable[[nnx.Rngs], Model],
+    *,
+    mesh: Mesh,
+    optimizer: OptimizerConfig,
+    seed: int = 0,
+    loss_chunk: int = 1024,
+) -> Program:
+    """Prepares init and step for a model on a mesh with axes `data` and `seq`; nothing runs or compiles yet.
+
+    The batch is split over both axes; parameters and optimizer state are replicated.
+
+    Args:
+        create_model: makes the network from its random streams.
+        loss_chunk: tokens whose logits a worker holds at a time.
+    """
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: create_model(nnx.Rngs(seed))))
+
+    def init() -> TrainState:
+        params = nnx.to_pure_dict(nnx.state(create_model(nnx.Rngs(seed))))
+        opt_state = make_optimizer(optimizer).init(params)
+        return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
+
+    def losses_of(params: Params, batch: Batch) -> Float32[Array, "B T"]:
+        model = nnx.merge(graphdef, nnx.State(params))
+        hidden = model(batch["tokens"])
+        return token_losses(hidden, model.head, batch["labels"], mesh=mesh, chunk=loss_chunk)
+
+    def loss_of(params: Params, batch: Batch):
+        return mean_loss(losses_of(params, batch), batch["labels"])
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        (loss, num_tokens), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, batch)
+        state, metrics = _update(state, grads, optimizer)
+        return state, {"loss": loss, "num_tokens": num_tokens, **metrics}
+
+    replicated, batch_sharding = NamedSharding(mesh, P()), NamedSharding(mesh, TOKENS)
+    batch_shardings = {"tokens": batch_sharding, "labels": batch_sharding}
+    struct = jax.eval_shape(init)
+    shardings = jax.tree.map(lambda _: replicated, struct)
+    return Program(
+        init=jax.jit(init, out_shardings=shardings),
+        step=jax.jit(
+            step,
+            in_shardings=(shardings, batch_shardings),
+            out_shardings=(shardings, replicated),
+            donate_argnums=0,
+        ),
+        token_losses=jax.jit(losses_of, in_shardings=(shardings.params, batch_shardings), out_shardings=batch_sharding),
+        state_struct=jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), struct, shardings),
+        batch_sharding=batch_sharding,
+    )
+
+
+def _update(state: TrainState, grads: Params, optimizer: OptimizerConfig) -> tuple[TrainState, Metrics]:
+    """The state after one optimizer step, and what the step did."""
+    # optax raises Python floats to int32 powers, which strict promotion refuses.
+    with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = make_optimizer(optimizer).update(grads, state.opt_state, state.params)
+        params = jax.tree.map(jnp.add, state.params, updates)
+        metrics = {"grad_norm": optax.tree.norm(grads), "learning_rate": make_schedule(optimizer)(state.step)}
+    return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
