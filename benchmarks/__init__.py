@@ -1,0 +1,1 @@
+"""Measurements: named cases, paired timing, and one CSV row a figure in results/."""

@@ -1,0 +1,63 @@
+"""On GPUs: numbers, the trainer against the CPU's, and what a profile shows. `pytest --platform cuda -m gpu`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import oracle
+import pytest
+from oracle import Case
+from test_distflash_attention import assert_matches, attend
+
+ROOT = Path(__file__).parent.parent
+TINY = ["--seq-len", "512", "--batch-size", "2", "--dtype", "float32"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("heads", [(8, 2), (3, 1)], ids=["heads_cut", "rows_cut"])
+@pytest.mark.parametrize("num_workers", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
+def test_attention_and_all_gradients_equal_dense(num_workers, heads, dtype):
+    assert_matches(Case(B=1, T=1501, N=heads[0], K=heads[1], H=64, dtype=dtype), attend(num_workers))
+
+
+@pytest.mark.gpu(2)
+def test_repeats_are_bitwise_equal():
+    arrays = oracle.inputs(Case(T=4096, N=8, H=128, dtype="bfloat16"))
+    first = oracle.results(attend(2), *arrays).named()
+    for _ in range(20):
+        again = oracle.results(attend(2), *arrays).named()
+        for name in first:
+            assert bool((first[name] == again[name]).all()), name
+
+
+def losses(run_dir: Path, *flags: str) -> list[float]:
+    command = [sys.executable, "-m", "train.llama", *TINY, "--steps", "20", "--run-dir", str(run_dir), *flags]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert child.returncode == 0, child.stderr
+    return [json.loads(line)["loss"] for line in child.stdout.splitlines()]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_workers", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
+def test_the_trainers_losses_are_the_cpus(num_workers, tmp_path):
+    mesh = ["--mesh", f"seq={num_workers}"]
+    on_gpu = losses(tmp_path / "gpu", *mesh, "--platform", "cuda")
+    on_cpu = losses(tmp_path / "cpu", *mesh, "--platform", "cpu")
+    assert on_gpu == pytest.approx(on_cpu, rel=2e-3)
+    assert on_gpu[-1] < on_gpu[0] - 1
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.timeout(900)
+def test_a_profile_of_two_gpus_names_steps_and_messages(tmp_path):
+    losses(tmp_path, "--mesh", "seq=2", "--platform", "cuda", "--profile-steps", "15:16")
+    (file,) = tmp_path.glob("plugins/profile/*/*.xplane.pb")
+    profile = jax.profiler.ProfileData.from_file(str(file))
+    gpus = [plane for plane in profile.planes if plane.name.startswith("/device:GPU:")]
+    assert len(gpus) == 2
+    for plane in gpus:
+        texts = [" ".join(map(str, dict(event.stats).values())) for line in plane.lines for event in line.events]
+        for scope in ("layer", "forward_step_1/fetch", "forward_step_1/compute", "backward_step_1/compute"):
+            assert any(scope in text for text in texts), scope
