@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from counting import equations
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import Case
@@ -101,6 +102,11 @@ def test_any_scale_head_dim_and_wild_scores_stay_exact():
     for name, at_one in results[1].items():
         assert jnp.all(jnp.isfinite(results[4][name])), name
         np.testing.assert_allclose(results[4][name], at_one, rtol=2e-5, atol=2e-5 * float(jnp.abs(at_one).max()))
+
+
+@pytest.mark.parametrize("head_dim", [72, 96, 192])
+def test_any_head_dim_equals_dense(head_dim):
+    assert_matches(Case(T=10, N=2, K=1, B=1, H=head_dim), attend(2))
 
 
 @pytest.mark.parametrize("num_workers", [4, 5])
@@ -219,6 +225,14 @@ def test_no_array_of_scores_exists():
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, q, q).compile()
         sizes[T] = compiled.memory_analysis().temp_size_in_bytes
     assert sizes[16384] < 2.2 * sizes[8192], sizes
+
+
+def test_results_that_return_to_their_owner_are_float32():
+    q = jax.ShapeDtypeStruct((1, 16, 4, 8), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(lambda q: jax.vjp(lambda *x: attend(4)(*x)[0], q, q, q)[1](q))(q)
+    returned = [e for scope, e in equations(jaxpr) if e.primitive.name == "ppermute" and "return" in scope]
+    assert len(returned) == 2 * 2 + 2 * 3, "out, lse of two steps, and dq, dk, dv"
+    assert {e.invars[0].aval.dtype for e in returned} == {jnp.dtype("float32")}
 
 
 def test_a_million_tokens_lower():

@@ -10,6 +10,7 @@ import oracle
 import pytest
 from oracle import Case
 from test_distflash_attention import assert_matches, attend
+from test_distflash_remat import WITH_POLICY, arguments, network
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--seq-len", "512", "--batch-size", "2", "--dtype", "float32"]
@@ -30,6 +31,17 @@ def test_repeats_are_bitwise_equal():
         again = oracle.results(attend(2), *arrays).named()
         for name in first:
             assert bool((first[name] == again[name]).all()), name
+
+
+@pytest.mark.gpu(1)
+def test_offloaded_attention_outputs_leave_the_device():
+    memory = {
+        name: jax.jit(jax.grad(network(1, WITH_POLICY[name]))).lower(*arguments(T=16384)).compile().memory_analysis()
+        for name in ("save", "offload")
+    }
+    kept = 3 * 16384 * 4 * (8 + 1) * 4  # layers x tokens x heads x (out, lse) x bytes
+    assert memory["save"].temp_size_in_bytes - memory["offload"].temp_size_in_bytes > 0.5 * kept
+    assert memory["offload"].host_temp_size_in_bytes >= kept
 
 
 def losses(run_dir: Path, *flags: str) -> list[float]:
