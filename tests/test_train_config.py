@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from models.config import PRESETS
+from models.config import PRESETS, Llama3RopeScaling
 from train import llama
 from train.config import Config, InputError, MeshShape, StepRange, default_run_dir, open_run_dir, parse
 
@@ -27,6 +27,8 @@ REFUSED = [
     ("--dtype float16", "--dtype float16: one of float32, bfloat16"),
     ("--model gpt", "--model gpt: one of tiny, "),
     ("--hidden-size x", "--hidden-size x: a whole number of at least 1"),
+    ("--rope-scaling yarn:4", "--rope-scaling yarn:4: llama3 or llama3:FACTOR with a factor of at least 1"),
+    ("--rope-scaling llama3:x", "--rope-scaling llama3:x: llama3 or llama3:FACTOR"),
     ("--tie-word-embeddings yes", "--tie-word-embeddings yes: true or false"),
     ("--num-key-value-heads 3", "--num-key-value-heads 3: num_attention_heads=4 must be a multiple of"),
     ("--head-dim 7", "--head-dim 7: head_dim=7 must be even"),
@@ -75,6 +77,15 @@ def test_a_model_flag_replaces_one_field_of_the_preset():
     model = parse(["--model", "llama-7b", "--num-hidden-layers", "2", "--tie-word-embeddings", "true"]).llama
     assert (model.num_hidden_layers, model.tie_word_embeddings) == (2, True)
     assert model.hidden_size == PRESETS["llama-7b"].hidden_size
+
+
+def test_rope_scaling_is_a_flag_that_the_run_dir_keeps(tmp_path):
+    config = parse(["--rope-scaling", "llama3:4", "--run-dir", str(tmp_path)])
+    assert config.llama.rope_scaling == Llama3RopeScaling(factor=4)
+    open_run_dir(config)
+    open_run_dir(config)
+    with pytest.raises(InputError, match="--rope-scaling was"):
+        open_run_dir(parse(["--run-dir", str(tmp_path)]))
 
 
 def test_the_default_run_dir_follows_what_matters_and_nothing_else():

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from models.config import PRESETS, LlamaConfig
+from models.config import PRESETS, Llama3RopeScaling, LlamaConfig
 
 
 class InputError(Exception):
@@ -103,6 +103,14 @@ def _boolean(word: str) -> bool:
     return word == "true"
 
 
+def _rope_scaling(word: str) -> Llama3RopeScaling:
+    kind, _, factor = word.partition(":")
+    with contextlib.suppress(ValueError):
+        if kind == "llama3":
+            return Llama3RopeScaling(factor=float(factor or 8))
+    raise ValueError(f"{word}: llama3 or llama3:FACTOR with a factor of at least 1, such as llama3:8")
+
+
 Remat = Literal["attention", "offload", "layer", "none"]
 Strategy = Literal["balanced", "balanced_unsplit", "ring"]
 Platform = Literal["auto", "cpu", "cuda"]
@@ -126,6 +134,7 @@ class ModelOverrides:
     head_dim: Annotated[int | None, _whole] = None
     rms_norm_eps: Annotated[float | None, _positive] = None
     rope_theta: Annotated[float | None, _positive] = None
+    rope_scaling: Annotated[Llama3RopeScaling | None, _flag(_rope_scaling, "llama3[:FACTOR]")] = None
     tie_word_embeddings: Annotated[bool | None, _flag(_boolean, "true|false")] = None
 
 
@@ -184,7 +193,8 @@ class Config:
     @property
     def llama(self) -> LlamaConfig:
         """The preset with the overrides of the command line."""
-        given = {name: value for name, value in dataclasses.asdict(self.overrides).items() if value is not None}
+        names = [field.name for field in dataclasses.fields(self.overrides)]
+        given = {name: value for name in names if (value := getattr(self.overrides, name)) is not None}
         try:
             return dataclasses.replace(PRESETS[self.model], **given)
         except ValueError as error:
