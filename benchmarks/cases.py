@@ -27,3 +27,11 @@ class Case(NamedTuple):
 MHA = [Case(tokens * 1024, 32, 32, 128, is_causal=True) for tokens in (8, 16, 32)]
 GQA = [Case(tokens * 1024, 32, 8, 128, is_causal=True) for tokens in (8, 16, 32)]
 ATTENTION = {case.name: case for case in MHA + GQA}
+KERNEL = {
+    case.name: case
+    for case in (
+        *(Case(tokens * 1024, 16, 16, 128, is_causal) for tokens in (4, 16) for is_causal in (False, True)),
+        Case(16384, 32, 8, 128, is_causal=True),
+        *(Case(16384, 16, 16, 64, is_causal) for is_causal in (False, True)),
+    )
+}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from distflash_jax import executor, placement
@@ -108,7 +109,9 @@ def distflash_attention(
         is_causal=causal,
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         strategy=strategy,
-        kernel=IMPLEMENTATIONS[which_implementation(implementation, mesh=mesh).name],
+        kernel=IMPLEMENTATIONS[
+            which_implementation(implementation, mesh=mesh, dtype=q.dtype, head_dim=q.shape[-1]).name
+        ],
     )
     if placement.is_inside_shard_map(axis):
         placement.check_chunks(q, k, v, axis, mesh, spec)
@@ -128,14 +131,26 @@ def distflash_attention(
     return (out[:, :T], lse[:, :T]) if return_lse else out[:, :T]
 
 
-def which_implementation(implementation: str | None = None, *, mesh: Mesh | AbstractMesh | None = None) -> Choice:
+def which_implementation(
+    implementation: str | None = None,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
+    head_dim: int = 128,
+) -> Choice:
     """(name, reason) of the block kernel that distflash_attention runs with these arguments.
 
     Raises:
-        ValueError: `implementation` names none.
+        ValueError: `implementation` names none, or one that cannot run there.
     """
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
-    return choose(implementation, platform)
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
+    return choose(
+        implementation,
+        platform=device.platform,
+        compute_capability=getattr(device, "compute_capability", None),
+        dtype=jnp.dtype(dtype),
+        head_dim=head_dim,
+    )
 
 
 def _attend(

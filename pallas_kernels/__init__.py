@@ -9,13 +9,18 @@ Letters in shapes and names, everywhere in this project:
 
 from typing import NamedTuple
 
-from pallas_kernels import xla
+import jax.numpy as jnp
+
+from pallas_kernels import hopper_backward, hopper_forward, xla
 from pallas_kernels.block import BlockAttention, Box, Operand
 from pallas_kernels.masks import Mask
 
 __all__ = ["IMPLEMENTATIONS", "BlockAttention", "Box", "Choice", "Mask", "Operand", "choose"]
 
-IMPLEMENTATIONS: dict[str, BlockAttention] = {"xla": xla.ATTENTION}
+IMPLEMENTATIONS: dict[str, BlockAttention] = {
+    "hopper": BlockAttention(hopper_forward.forward, hopper_backward.backward),
+    "xla": xla.ATTENTION,
+}
 
 
 class Choice(NamedTuple):
@@ -25,14 +30,37 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(implementation: str | None, platform: str) -> Choice:
-    """The implementation that runs on a platform ("cpu", "gpu", ...): the one asked for, or the best one there.
+def choose(
+    implementation: str | None, *, platform: str, compute_capability: str | None, dtype: jnp.dtype, head_dim: int
+) -> Choice:
+    """The implementation that runs: the one asked for, or the fastest that takes the dtype and head dim on the device.
+
+    platform: as jax.Device has it ("cpu", "gpu", ...). compute_capability: of a GPU, such as "9.0".
 
     Raises:
-        ValueError: `implementation` names none.
+        ValueError: `implementation` names none, or one that cannot run there.
     """
-    if implementation is None:
-        return Choice("xla", f"the only implementation for platform {platform!r} in this version")
-    if implementation not in IMPLEMENTATIONS:
+    if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation={implementation!r}: must be None or one of {sorted(IMPLEMENTATIONS)}")
-    return Choice(implementation, "asked for")
+    obstacle = _hopper_obstacle(platform, compute_capability, dtype, head_dim)
+    if implementation == "hopper" and obstacle:
+        raise ValueError(f"implementation='hopper': {obstacle}")
+    if implementation is not None:
+        return Choice(implementation, "asked for")
+    if obstacle:
+        return Choice("xla", f"for every platform; {obstacle}")
+    return Choice("hopper", f"a GPU of compute capability {compute_capability}, {dtype}, head dim {head_dim}")
+
+
+def _hopper_obstacle(platform: str, compute_capability: str | None, dtype: jnp.dtype, head_dim: int) -> str | None:
+    """Why the Hopper kernels cannot run; None where they can."""
+    head_dims = sorted(hopper_forward.TILES.keys() & hopper_backward.BLOCKS.keys())
+    if platform != "gpu":
+        return f"hopper needs a GPU, got {platform}"
+    if compute_capability != "9.0":
+        return f"hopper needs a GPU of compute capability 9.0, got {compute_capability}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"hopper needs bfloat16 or float16, got {dtype}"
+    if head_dim not in head_dims:
+        return f"hopper needs a head dim of {head_dims}, got {head_dim}"
+    return None

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
@@ -51,6 +52,12 @@ class Operand(NamedTuple):
         if self.peer is None:
             return own
         return tuple(jnp.where(self.is_peer, theirs, ours) for theirs, ours in zip(self.peer, own, strict=True))
+
+
+def vary_like(x: Array, like: Array) -> Array:
+    """x, typed as varying over the mesh axes that `like` varies over: a kernel's results come out of it untyped."""
+    missing = jax.typeof(like).manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 Partial = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]

@@ -24,13 +24,16 @@ def test_attention_and_all_gradients_equal_dense(num_workers, heads, dtype):
 
 
 @pytest.mark.gpu(2)
-def test_repeats_are_bitwise_equal():
-    arrays = oracle.inputs(Case(T=4096, N=8, H=128, dtype="bfloat16"))
-    first = oracle.results(attend(2), *arrays).named()
-    for _ in range(20):
-        again = oracle.results(attend(2), *arrays).named()
+@pytest.mark.parametrize("implementation", ["xla", "hopper"])
+def test_repeats_are_bitwise_equal(implementation):
+    """But for the hopper kernel's dq, whose additions come in no fixed order."""
+    arrays = oracle.inputs(Case(T=2048, N=8, H=128, dtype="bfloat16"))
+    first = oracle.results(attend(2, implementation=implementation), *arrays).named()
+    for _ in range(5):
+        again = oracle.results(attend(2, implementation=implementation), *arrays).named()
         for name in first:
-            assert bool((first[name] == again[name]).all()), name
+            if implementation == "xla" or not name.startswith("dq"):
+                assert bool((first[name] == again[name]).all()), name
 
 
 @pytest.mark.gpu(1)

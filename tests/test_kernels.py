@@ -1,5 +1,6 @@
 """One suite for every block kernel: what it returns for two chunks, whatever the mask and wherever operands lie."""
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ class Pair(NamedTuple):
     is_causal: bool = True
     N: int = 4
     K: int = 2
-    H: int = 16
+    H: int = 64
 
     def mask(self, k_stop=None) -> Mask:
         q_start, k_start, stop = (jnp.int32(x) for x in (self.q_start, self.k_start, self.num_keys))
@@ -44,9 +45,15 @@ PAIRS = {
     "padding_alone": Pair(k_start=80, num_keys=53, is_causal=False),
     "one_row_and_one_key": Pair(T=1, S=1),
     "one_head_of_keys": Pair(T=40, N=3, K=1),
-    "odd_head_dim": Pair(T=40, H=20),
 }
-IMPLEMENTATION = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+# Each kernel with a dtype that it takes and the absolute error that this dtype allows on values of order one.
+KERNEL = pytest.mark.parametrize(
+    "kernel, dtype, atol",
+    [
+        pytest.param(IMPLEMENTATIONS["xla"], jnp.float32, 1e-5, id="xla"),
+        pytest.param(IMPLEMENTATIONS["hopper"], jnp.bfloat16, 3e-2, id="hopper", marks=pytest.mark.gpu(1)),
+    ],
+)
 PAIR = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 
 
@@ -57,10 +64,14 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(xla, "KEYS_PER_TILE", 16)
 
 
-def random_arrays(pair: Pair, dtype=jnp.float32):
+def random_arrays(pair: Pair, dtype):
     shapes = [(2, pair.T, pair.N, pair.H), *[(2, pair.S, pair.K, pair.H)] * 2, (2, pair.T, pair.N, pair.H)]
     keys = jax.random.split(jax.random.key(0), 4)
     return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def as_float32(*arrays):
+    return [x.astype(jnp.float32) for x in arrays]
 
 
 def own(*arrays):
@@ -68,40 +79,40 @@ def own(*arrays):
     return Operand(arrays, Box(0, arrays[0].shape[1], 0, arrays[0].shape[2]), None, jnp.array(False))
 
 
-@IMPLEMENTATION
+@KERNEL
 @PAIR
-def test_forward_equals_dense(implementation, pair):
-    q, k, v, _ = random_arrays(pair)
+def test_forward_equals_dense(kernel, dtype, atol, pair):
+    q, k, v, _ = random_arrays(pair, dtype)
     scale = pair.H**-0.5
-    out, lse = IMPLEMENTATIONS[implementation].forward(own(q), own(k, v), pair.mask(), scale)
+    out, lse = kernel.forward(own(q), own(k, v), pair.mask(), scale)
     expected_out, expected_lse = dense.attention(q, k, v, pair.visible(), scale)
-    np.testing.assert_allclose(out, expected_out, atol=2e-6)
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=2e-6)
+    np.testing.assert_allclose(out, expected_out, atol=atol)
+    np.testing.assert_allclose(lse, expected_lse, atol=atol)
 
 
-@IMPLEMENTATION
+@KERNEL
 @PAIR
-def test_backward_equals_dense(implementation, pair):
+def test_backward_equals_dense(kernel, dtype, atol, pair):
     """With a dlse, which enters through delta alone."""
-    q, k, v, dout = random_arrays(pair)
+    q, k, v, dout = random_arrays(pair, dtype)
     scale = pair.H**-0.5
-    (out, lse), pull_back = jax.vjp(lambda *x: dense.attention(*x, pair.visible(), scale), q, k, v)
+    (out, lse), pull_back = jax.vjp(lambda *x: dense.attention(*x, pair.visible(), scale), *as_float32(q, k, v))
     dlse = jnp.where(lse == -jnp.inf, 0.0, jnp.sin(lse))
-    delta = jnp.sum(dout * out, axis=-1) - dlse
-    ours = IMPLEMENTATIONS[implementation].backward(own(q, dout, lse, delta), own(k, v), pair.mask(), scale)
-    for x, expected in zip(ours, pull_back((dout, dlse)), strict=True):
-        np.testing.assert_allclose(x, expected, atol=1e-5)
+    delta = jnp.sum(dout.astype(jnp.float32) * out, axis=-1) - dlse
+    ours = kernel.backward(own(q, dout, lse, delta), own(k, v), pair.mask(), scale)
+    for x, expected in zip(ours, pull_back((*as_float32(dout), dlse)), strict=True):
+        np.testing.assert_allclose(x, expected, atol=atol)
 
 
-@IMPLEMENTATION
-def test_gradients_of_blocks_add_up(implementation):
+@KERNEL
+def test_gradients_of_blocks_add_up(kernel, dtype, atol):
     """Two key chunks, each differentiated with the lse and delta of whole rows."""
     pair = Pair(T=40, S=80, q_start=40)
-    q, k, v, dout = random_arrays(pair)
-    (out, lse), pull_back = jax.vjp(lambda *x: dense.attention(*x, pair.visible(), 0.3), q, k, v)
-    delta = jnp.sum(dout * out, axis=-1)
+    q, k, v, dout = random_arrays(pair, dtype)
+    (out, lse), pull_back = jax.vjp(lambda *x: dense.attention(*x, pair.visible(), 0.3), *as_float32(q, k, v))
+    delta = jnp.sum(dout.astype(jnp.float32) * out, axis=-1)
     blocks = [
-        IMPLEMENTATIONS[implementation].backward(
+        kernel.backward(
             own(q, dout, lse, delta),
             own(k[:, start : start + 40], v[:, start : start + 40]),
             pair._replace(k_start=start).mask(),
@@ -109,54 +120,53 @@ def test_gradients_of_blocks_add_up(implementation):
         )
         for start in (0, 40)
     ]
-    dq, dk, dv = pull_back((dout, jnp.zeros_like(lse)))
-    np.testing.assert_allclose(blocks[0][0] + blocks[1][0], dq, atol=1e-5)
-    np.testing.assert_allclose(jnp.concatenate([block[1] for block in blocks], axis=1), dk, atol=1e-5)
-    np.testing.assert_allclose(jnp.concatenate([block[2] for block in blocks], axis=1), dv, atol=1e-5)
+    dq, dk, dv = pull_back((*as_float32(dout), jnp.zeros_like(lse)))
+    np.testing.assert_allclose(blocks[0][0] + blocks[1][0], dq, atol=atol)
+    np.testing.assert_allclose(jnp.concatenate([block[1] for block in blocks], axis=1), dk, atol=atol)
+    np.testing.assert_allclose(jnp.concatenate([block[2] for block in blocks], axis=1), dv, atol=atol)
 
 
-@IMPLEMENTATION
+@KERNEL
 @pytest.mark.parametrize("is_peer", [True, False])
 @pytest.mark.parametrize("cut", ["heads", "rows"])
-def test_own_box_or_peer_is_chosen_at_run_time(implementation, is_peer, cut):
+def test_own_box_or_peer_is_chosen_at_run_time(kernel, dtype, atol, is_peer, cut):
     """Own operands lie as whole chunks of which the task takes a box; a peer's are boxes already."""
     pair = Pair(T=40)
-    (q, k, v, _), (other_q, other_k, other_v, _) = random_arrays(pair), (2 * x for x in random_arrays(pair))
+    (q, k, v, _), (other_q, other_k, other_v, _) = (
+        random_arrays(pair, dtype),
+        (2 * x for x in random_arrays(pair, dtype)),
+    )
     boxes = {"heads": (Box(0, 40, 2, 2), Box(0, 40, 1, 1)), "rows": (Box(20, 20, 0, 4), Box(0, 40, 0, 2))}[cut]
     queries = Operand((q,), boxes[0], (boxes[0].take(other_q),), jnp.array(is_peer))
     keys = Operand((k, v), boxes[1], (boxes[1].take(other_k), boxes[1].take(other_v)), jnp.array(is_peer))
     mask = pair._replace(q_start=boxes[0].row).mask()
-    results = IMPLEMENTATIONS[implementation].forward(queries, keys, mask, 0.25)
+    results = kernel.forward(queries, keys, mask, 0.25)
     whole = dense.attention(*((other_q, other_k, other_v) if is_peer else (q, k, v)), pair.visible(), 0.25)
     for x, expected in zip(results, whole, strict=True):
-        np.testing.assert_allclose(x, boxes[0].take(expected), atol=2e-6)
+        np.testing.assert_allclose(x, boxes[0].take(expected), atol=atol)
 
 
-@IMPLEMENTATION
-def test_a_worker_without_a_task_returns_nothing(implementation):
+@KERNEL
+def test_a_worker_without_a_task_returns_nothing(kernel, dtype, atol):
     pair = Pair(T=40, is_causal=False)
-    q, k, v, dout = random_arrays(pair)
-    out, lse = IMPLEMENTATIONS[implementation].forward(own(q), own(k, v), pair.mask(k_stop=0), 0.25)
+    q, k, v, dout = random_arrays(pair, dtype)
+    out, lse = kernel.forward(own(q), own(k, v), pair.mask(k_stop=0), 0.25)
     assert jnp.all(out == 0) and jnp.all(lse == -jnp.inf)
     rows = jnp.ones(q.shape[:3])
-    for gradient in IMPLEMENTATIONS[implementation].backward(
-        own(q, dout, rows, rows), own(k, v), pair.mask(k_stop=0), 0.25
-    ):
+    for gradient in kernel.backward(own(q, dout, rows, rows), own(k, v), pair.mask(k_stop=0), 0.25):
         assert jnp.all(gradient == 0)
 
 
-@IMPLEMENTATION
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_partial_results_are_float32_whatever_the_inputs(implementation, dtype):
+@KERNEL
+def test_partial_results_are_float32_whatever_the_inputs(kernel, dtype, atol):
     pair = Pair(T=40)
     q, k, v, dout = random_arrays(pair, dtype)
-    kernel = IMPLEMENTATIONS[implementation]
     out, lse = kernel.forward(own(q), own(k, v), pair.mask(), 0.25)
     gradients = kernel.backward(own(q, dout, lse, jnp.zeros_like(lse)), own(k, v), pair.mask(), 0.25)
     assert {x.dtype for x in (out, lse, *gradients)} == {jnp.dtype("float32")}
     exact = dense.attention(q, k, v, pair.visible(), 0.25)
-    np.testing.assert_allclose(out, exact[0], atol=2e-2)
-    np.testing.assert_allclose(lse, exact[1], atol=2e-2)
+    np.testing.assert_allclose(out, exact[0], atol=3e-2)
+    np.testing.assert_allclose(lse, exact[1], atol=3e-2)
 
 
 def test_the_padding_of_a_box_is_dropped_on_the_way_back():
@@ -168,8 +178,30 @@ def test_the_padding_of_a_box_is_dropped_on_the_way_back():
     np.testing.assert_array_equal(box.put(chunk, taken + 1)[:, 3:, 1:3], chunk[:, 3:, 1:3] + 1)
 
 
-def test_choose_names_its_reason_and_refuses_unknown_names():
-    assert choose("xla", "cpu").reason == "asked for"
-    assert choose(None, "cpu").name == "xla"
+H200 = {"platform": "gpu", "compute_capability": "9.0"}
+
+
+@pytest.mark.parametrize(
+    "device, dtype, head_dim, name, reason",
+    [
+        (H200, jnp.bfloat16, 128, "hopper", "a GPU of compute capability 9.0"),
+        (H200, jnp.float16, 64, "hopper", "a GPU of compute capability 9.0"),
+        (H200, jnp.float32, 128, "xla", "hopper needs bfloat16 or float16, got float32"),
+        (H200, jnp.bfloat16, 80, "xla", r"hopper needs a head dim of \[64, 128\], got 80"),
+        ({"platform": "gpu", "compute_capability": "8.0"}, jnp.bfloat16, 128, "xla", "capability 9.0, got 8.0"),
+        ({"platform": "cpu", "compute_capability": None}, jnp.bfloat16, 128, "xla", "hopper needs a GPU, got cpu"),
+    ],
+)
+def test_the_best_kernel_of_the_device_is_chosen_and_says_why(device, dtype, head_dim, name, reason):
+    choice = choose(None, **device, dtype=jnp.dtype(dtype), head_dim=head_dim)
+    assert choice.name == name
+    assert re.search(reason, choice.reason)
+    assert choose("xla", **device, dtype=jnp.dtype(dtype), head_dim=head_dim).reason == "asked for"
+    if name == "xla":
+        with pytest.raises(ValueError, match=f"implementation='hopper': .*{reason}"):
+            choose("hopper", **device, dtype=jnp.dtype(dtype), head_dim=head_dim)
+
+
+def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="implementation='cudnn': must be None or one of"):
-        choose("cudnn", "cpu")
+        choose("cudnn", **H200, dtype=jnp.dtype(jnp.bfloat16), head_dim=128)

@@ -1,0 +1,152 @@
+"""The Hopper backward: interpreted on the CPU against float32 gradients, and lowered to CUDA for an H200."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh
+
+from pallas_kernels import dense, hopper_backward, xla
+from pallas_kernels.block import Box, Operand
+from pallas_kernels.masks import Mask
+from tests.tolerance import assert_close
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+on_cpu = pytest.mark.skipif("config.getoption('--platform') != 'cpu'", reason="interpreted and lowered on CPUs")
+pytestmark = [on_cpu, pytest.mark.timeout(300)]
+
+
+def make_inputs(B, T, N, S, K, H, dtype):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)]
+    q, k, v, dout = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    return tuple(x.astype(dtype) for x in (q, k + 0.2, v + 0.5, dout))
+
+
+def differentiate(q, k, v, dout, visible):
+    """(lse, delta, gradients) of dense attention in float32."""
+    attention = lambda q, k, v: dense.attention(q, k, v, visible, q.shape[-1] ** -0.5)
+    (out, lse), pull_back = jax.vjp(attention, *(x.astype(jnp.float32) for x in (q, k, v)))
+    dout = dout.astype(jnp.float32)
+    return lse, (dout * out).sum(axis=-1), pull_back((dout, jnp.zeros_like(lse)))
+
+
+def whole(*arrays):
+    _, num_rows, num_heads = arrays[0].shape[:3]
+    return Operand(arrays, Box(0, num_rows, 0, num_heads), None, jnp.array(False))
+
+
+def position(q_start, k_start, k_stop, is_causal):
+    return Mask(jnp.int32(q_start), jnp.int32(k_start), jnp.int32(k_stop), is_causal)
+
+
+def interpreted(queries, keys, mask, H):
+    return hopper_backward.backward(queries, keys, mask, H**-0.5, interpret=True)
+
+
+def compare(ours, plain, exact, dtype):
+    for name, x, y, z in zip(("dq", "dk", "dv"), ours, plain, exact, strict=True):
+        assert jnp.isfinite(x).all()
+        assert_close(name, x, y, z, dtype)
+
+
+@pytest.mark.parametrize(
+    "shape, place",
+    [
+        pytest.param((1, 131, 4, 131, 2, 64, "bfloat16"), (0, 0, 131, True), id="diagonal, odd, grouped"),
+        pytest.param((1, 70, 2, 150, 1, 128, "float16"), (1000, 0, 150, True), id="far chunk"),
+        pytest.param((2, 65, 2, 200, 2, 64, "bfloat16"), (0, 0, 140, False), id="not causal, padded keys"),
+        pytest.param((1, 130, 1, 130, 1, 64, "bfloat16"), (0, 70, 200, True), id="first rows see nothing"),
+        pytest.param((1, 64, 1, 130, 1, 128, "bfloat16"), (0, 0, 0, True), id="no task"),
+    ],
+)
+def test_gradients_are_those_of_dense_attention(shape, place):
+    q, k, v, dout = make_inputs(*shape)
+    mask = position(*place)
+    lse, delta, exact = differentiate(q, k, v, dout, mask.visible(jnp.arange(q.shape[1]), jnp.arange(k.shape[1])))
+    task = whole(q, dout, lse, delta), whole(k, v), mask
+    ours = interpreted(*task, q.shape[-1])
+    compare(ours, xla.backward(*task, q.shape[-1] ** -0.5), exact, shape[-1])
+
+
+def test_gradients_of_two_blocks_add_up():
+    T, S, first, dtype = 72, 136, 64, "bfloat16"
+    q, k, v, dout = make_inputs(1, T, 2, S, 1, 64, dtype)
+    mask = position(S - T, 0, S, True)
+    lse, delta, exact = differentiate(q, k, v, dout, mask.visible(jnp.arange(T), jnp.arange(S)))
+    queries = whole(q, dout, lse, delta)
+    parts = [
+        interpreted(queries, whole(k[:, start:stop], v[:, start:stop]), position(S - T, start, S, True), 64)
+        for start, stop in ((0, first), (first, S))
+    ]
+    ours = (parts[0][0] + parts[1][0], *(jnp.concatenate(x, axis=1) for x in zip(*(p[1:] for p in parts), strict=True)))
+    compare(ours, xla.backward(queries, whole(k, v), mask, 64**-0.5), exact, dtype)
+
+
+@pytest.mark.parametrize("is_peer", [False, True], ids=["own", "peer"])
+@pytest.mark.parametrize(
+    "q_box, k_box",
+    [
+        pytest.param(Box(0, 70, 2, 2), Box(0, 66, 1, 1), id="half of the heads"),
+        pytest.param(Box(40, 40, 0, 4), Box(0, 66, 0, 2), id="half of the rows, past the end"),
+        pytest.param(Box(35, 35, 0, 4), Box(0, 66, 0, 2), id="half of the rows, unaligned"),
+    ],
+)
+def test_the_kernel_takes_the_box_of_the_operand_that_the_role_names(q_box, k_box, is_peer):
+    q, k, v, dout = make_inputs(1, 70, 4, 66, 2, 64, "bfloat16")
+    mask = position(0, 0, 66, True)
+    lse, delta, _ = differentiate(q, k, v, dout, mask.visible(jnp.arange(70), jnp.arange(66)))
+    role = jnp.array(is_peer)
+
+    def operand(arrays, box, shift):
+        """What the role names are the arrays; the other holds something else."""
+        other = tuple(x + jnp.asarray(shift, x.dtype) for x in arrays)
+        own, peer = (other, arrays) if is_peer else (arrays, other)
+        return Operand(own, box, tuple(map(box.take, peer)), role)
+
+    task = operand((q, dout, lse, delta), q_box, 1), operand((k, v), k_box, 1), position(q_box.row, 0, 66, True)
+    ours, exact = interpreted(*task, 64), xla.backward(*task, 64**-0.5)
+    compare(ours, exact, exact, "bfloat16")
+
+
+def lowered(shape, *, is_causal, has_peers=False):
+    B, T, N, S, K, H, dtype = shape
+
+    def run(q, dout, lse, delta, k, v, scalars, is_peer):
+        q_side, k_side = (q, dout, lse, delta), (k, v)
+        queries = Operand(q_side, Box(0, T, 0, N), q_side if has_peers else None, is_peer)
+        keys = Operand(k_side, Box(0, S, 0, K), k_side if has_peers else None, is_peer)
+        return hopper_backward.backward(queries, keys, Mask(*scalars, is_causal=is_causal), H**-0.5)
+
+    q, k = jax.ShapeDtypeStruct((B, T, N, H), dtype), jax.ShapeDtypeStruct((B, S, K, H), dtype)
+    rows, scalar = jax.ShapeDtypeStruct((B, T, N), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    arguments = q, q, rows, rows, k, k, (scalar,) * 3, jax.ShapeDtypeStruct((), bool)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        return jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("H", sorted(hopper_backward.BLOCKS))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_it_lowers_for_an_h200_and_fits_in_shared_memory(dtype, H, is_causal):
+    assert "mosaic_gpu" in lowered((1, 4096, 8, 4096, 2, H, dtype), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("H", sorted(hopper_backward.BLOCKS))
+def test_a_million_tokens_and_odd_lengths_with_peers_lower(H):
+    lowered((1, 2**20, 8, 2**20, 8, H, "bfloat16"), is_causal=True)
+    lowered((2, 1003, 8, 777, 2, H, "bfloat16"), is_causal=True, has_peers=True)
+
+
+def test_operands_with_aligned_rows_are_not_copied():
+    """Only lse, delta and the results are made outside of the kernel: nothing in 16 bit."""
+    text = lowered((1, 4096, 8, 4096, 2, 128, "bfloat16"), is_causal=True, has_peers=True)
+    assert not [
+        line for line in text.splitlines() if "xbf16>" in line and "stablehlo." in line and "custom_call" not in line
+    ]
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 1, 64, 1, 96, "bfloat16"), (1, 64, 1, 64, 1, 64, "float32")])
+def test_what_the_kernel_does_not_have_is_refused_by_name(shape):
+    with pytest.raises(ValueError, match=r"head dim 96: must be one of|q\.dtype=float32"):
+        lowered(shape, is_causal=True)
