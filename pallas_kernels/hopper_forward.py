@@ -2,8 +2,8 @@
 
 A thread block takes one head and a tile of queries, 64 rows for each compute warpgroup; one more warpgroup only starts
 copies. Tensor cores and exponential units are busy together: a warpgroup starts q k^T of one tile and p v of the tile
-before, and exponentiates the first while the second runs. Warpgroups interleave by themselves: with barriers by which
-they took turns at the tensor cores, the kernel was slower by a third.
+before, and exponentiates the first while the second runs. Warpgroups interleave by themselves: a ring of barriers by
+which they took turns at the tensor cores made the kernel much slower.
 
 Source: FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2.
 """
@@ -46,7 +46,7 @@ class Tiles:
     copy_registers: int = 24
 
 
-# By head dim: for 64 and 128 the fastest of a few measured on an H200; for 192 and 256 what shared memory allows.
+# By head dim: about the sizes of FlashAttention-3, with keys in multiples of a 128-byte swizzle.
 TILES = {
     64: Tiles(warpgroups=3, compute_registers=160, copy_registers=32),
     128: Tiles(),

@@ -1,5 +1,6 @@
 """What README.md says is so: its snippets run, its table is the schedule's, its map is the tree."""
 
+import csv
 import re
 from pathlib import Path
 
@@ -30,3 +31,13 @@ def test_the_map_names_every_module_and_nothing_else():
     rooms = ("distflash_jax", "pallas_kernels", "models", "train")
     files = {str(path.relative_to(ROOT)) for room in rooms for path in (ROOT / room).glob("*.py")}
     assert named == {name for name in files if not name.endswith("__init__.py")}
+
+
+def test_the_numbers_of_the_kernel_table_have_their_rows():
+    with (ROOT / "benchmarks/results/kernel.csv").open() as file:
+        rows = {(r["case"], r["mode"], r["implementation"]): float(r["p50"]) for r in csv.DictReader(file)}
+    table = README[README.index("<!-- kernel.csv -->") :].split("\n\n")[0].splitlines()[3:]
+    columns = [("forward", "hopper"), ("forward", "cudnn"), ("backward", "hopper"), ("backward", "cudnn")]
+    for line in table:
+        case, *numbers = (cell.strip() for cell in line.strip("|").split("|"))
+        assert [int(number) for number in numbers] == [round(rows[case, *column]) for column in columns], case
