@@ -102,16 +102,16 @@ def distflash_attention(
     _check_arrays(q, k, v, causal)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: must be one of {STRATEGIES}")
-    T, S = q.shape[1], k.shape[1]
+    T, S, H = q.shape[1], k.shape[1], q.shape[3]
+    factor = H**-0.5 if scale is None else float(scale)
+    choice = which_implementation(implementation, mesh=mesh, dtype=q.dtype, head_dim=H, scale=factor)
     attend = functools.partial(
         _attend,
         axis=axis,
         is_causal=causal,
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        scale=factor,
         strategy=strategy,
-        kernel=IMPLEMENTATIONS[
-            which_implementation(implementation, mesh=mesh, dtype=q.dtype, head_dim=q.shape[-1]).name
-        ],
+        kernel=IMPLEMENTATIONS[choice.name],
     )
     if placement.is_inside_shard_map(axis):
         placement.check_chunks(q, k, v, axis, mesh, spec)
@@ -137,6 +137,7 @@ def which_implementation(
     mesh: Mesh | AbstractMesh | None = None,
     dtype: DTypeLike = jnp.bfloat16,
     head_dim: int = 128,
+    scale: float = 1.0,
 ) -> Choice:
     """(name, reason) of the block kernel that distflash_attention runs with these arguments.
 
@@ -150,6 +151,7 @@ def which_implementation(
         compute_capability=getattr(device, "compute_capability", None),
         dtype=jnp.dtype(dtype),
         head_dim=head_dim,
+        scale=scale,
     )
 
 

@@ -188,6 +188,7 @@ def _check_fetches_are_bijections(schedule: Schedule) -> None:
                 raise ValueError(f"step {number}: a worker sends the same chunk twice: {fetch}")
 
 
+@functools.cache
 def balanced(num_workers: int, *, is_causal: bool = True, cut: Cut | None = "heads") -> Schedule:
     """Workers that have no keys left of their own rows help the rows at the end: makespan P/2, the ideal, for every P.
 
@@ -213,6 +214,7 @@ def balanced(num_workers: int, *, is_causal: bool = True, cut: Cut | None = "hea
     return Schedule("balanced" if cut else "balanced_unsplit", is_causal, steps)
 
 
+@functools.cache
 def ring(num_workers: int, *, is_causal: bool = True) -> Schedule:
     """Each worker goes through the keys before its own: worker w takes (q_w, kv_{w-s}) while w >= s. Unbalanced.
 

@@ -31,9 +31,15 @@ class Choice(NamedTuple):
 
 
 def choose(
-    implementation: str | None, *, platform: str, compute_capability: str | None, dtype: jnp.dtype, head_dim: int
+    implementation: str | None,
+    *,
+    platform: str,
+    compute_capability: str | None,
+    dtype: jnp.dtype,
+    head_dim: int,
+    scale: float,
 ) -> Choice:
-    """The implementation that runs: the one asked for, or the fastest that takes the dtype and head dim on the device.
+    """The implementation that runs: the one asked for, or the fastest that takes these arguments on the device.
 
     platform: as jax.Device has it ("cpu", "gpu", ...). compute_capability: of a GPU, such as "9.0".
 
@@ -42,7 +48,7 @@ def choose(
     """
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation={implementation!r}: must be None or one of {sorted(IMPLEMENTATIONS)}")
-    obstacle = _hopper_obstacle(platform, compute_capability, dtype, head_dim)
+    obstacle = _hopper_obstacle(platform, compute_capability, dtype, head_dim, scale)
     if implementation == "hopper" and obstacle:
         raise ValueError(f"implementation='hopper': {obstacle}")
     if implementation is not None:
@@ -52,7 +58,9 @@ def choose(
     return Choice("hopper", f"a GPU of compute capability {compute_capability}, {dtype}, head dim {head_dim}")
 
 
-def _hopper_obstacle(platform: str, compute_capability: str | None, dtype: jnp.dtype, head_dim: int) -> str | None:
+def _hopper_obstacle(
+    platform: str, compute_capability: str | None, dtype: jnp.dtype, head_dim: int, scale: float
+) -> str | None:
     """Why the Hopper kernels cannot run; None where they can."""
     head_dims = sorted(hopper_forward.TILES.keys() & hopper_backward.BLOCKS.keys())
     if platform != "gpu":
@@ -63,4 +71,6 @@ def _hopper_obstacle(platform: str, compute_capability: str | None, dtype: jnp.d
         return f"hopper needs bfloat16 or float16, got {dtype}"
     if head_dim not in head_dims:
         return f"hopper needs a head dim of {head_dims}, got {head_dim}"
+    if scale <= 0:
+        return f"hopper needs a positive scale, got {scale}"
     return None

@@ -53,6 +53,23 @@ class Operand(NamedTuple):
             return own
         return tuple(jnp.where(self.is_peer, theirs, ours) for theirs, ours in zip(self.peer, own, strict=True))
 
+    def aligned(self, multiple: int) -> "Operand":
+        """The operand with lengths and first row in multiples of `multiple`; a copy only where they are not.
+
+        Rows that the box gains are foreign rows or zeros: the caller has to mask them or to drop their results.
+        """
+        own, box = self.own, self.box
+        if box.row % multiple:
+            own, box = tuple(map(box.take, own)), box._replace(row=0, head=0)
+        box = box._replace(num_rows=box.num_rows + -box.num_rows % multiple)
+
+        def pad(x: Array) -> Array:
+            num_missing = -x.shape[1] % multiple
+            return jnp.pad(x, [(0, 0), (0, num_missing)] + [(0, 0)] * (x.ndim - 2)) if num_missing else x
+
+        peer = None if self.peer is None else tuple(map(pad, self.peer))
+        return Operand(tuple(map(pad, own)), box, peer, self.is_peer)
+
 
 def vary_like(x: Array, like: Array) -> Array:
     """x, typed as varying over the mesh axes that `like` varies over: a kernel's results come out of it untyped."""

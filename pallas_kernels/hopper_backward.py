@@ -30,6 +30,7 @@ LOG2_E = math.log2(math.e)
 COMPUTE_WARPGROUPS = 2
 KEYS_PER_WARPGROUP = 64  # rows of one wgmma
 KEYS_PER_TILE = COMPUTE_WARPGROUPS * KEYS_PER_WARPGROUP
+COPY_ROWS = 8  # height of the tiles in which the copy engine reads and writes
 DTYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -133,8 +134,9 @@ def backward(
         raise ValueError(f"q.dtype={q.dtype}, k.dtype={k.dtype}: must be the same and bfloat16 or float16")
     if H not in BLOCKS:
         raise ValueError(f"head dim {H}: must be one of {sorted(BLOCKS)}")
-    rows = _aligned(queries._replace(own=queries.own[:2], peer=queries.peer and queries.peer[:2]))
-    columns = _aligned(keys)
+    # Rows that are added count for nothing: their lse is inf, and they lie behind k_stop.
+    rows = queries._replace(own=queries.own[:2], peer=queries.peer and queries.peer[:2]).aligned(COPY_ROWS)
+    columns = keys.aligned(COPY_ROWS)
     plan = Plan(
         B=q.shape[0], T=rows.box.num_rows, N=rows.box.num_heads, S=columns.box.num_rows, K=columns.box.num_heads, H=H,
         dtype=q.dtype, q_box=rows.box, k_box=columns.box, has_peer_queries=rows.peer is not None,
@@ -171,20 +173,6 @@ def backward(
     dq = dq.sum(axis=0) if interpret else dq
     rows, columns = queries.box.num_rows, keys.box.num_rows
     return vary_like(dq[:, :rows], q), vary_like(dk[:, :columns], q), vary_like(dv[:, :columns], q)
-
-
-def _aligned(side: Operand) -> Operand:
-    """The operand with rows in multiples of 8, the height of the tiles that the copy engine knows.
-
-    Copies it only where a length or the first row of a box is no such multiple. Rows that are added count as rows
-    behind the end: their lse is inf, they lie behind k_stop.
-    """
-    own, box = side.own, side.box
-    if box.row % 8:
-        own, box = tuple(map(box.take, own)), Box(0, box.num_rows, 0, box.num_heads)
-    pad = lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0))) if x.shape[1] % 8 else x
-    own, peer = tuple(map(pad, own)), side.peer and tuple(map(pad, side.peer))
-    return Operand(own, box._replace(num_rows=box.num_rows + -box.num_rows % 8), peer, side.is_peer)
 
 
 def _stats(rows: Operand, plan: Plan) -> Float[Array, "B N tiles 2 rows"]:

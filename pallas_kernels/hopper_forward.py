@@ -21,9 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.block import Box, Operand, Partial, vary_like
+from pallas_kernels.block import Operand, Partial, vary_like
 from pallas_kernels.masks import Mask
 
+COPY_ROWS = 8  # height of the tiles in which the copy engine reads and writes
 ROWS = 64  # of one wgmma instruction, which one warpgroup issues
 CHUNK = 64  # columns of `out` that are staged in shared memory at a time
 LOG2_E = math.log2(math.e)
@@ -122,7 +123,7 @@ def forward(
     if scale <= 0:
         raise ValueError(f"scale={scale}: must be positive, the running maximum is taken before scaling")
     num_rows, num_keys = queries.box.num_rows, keys.box.num_rows
-    queries, keys = _aligned(queries), _aligned(keys)
+    queries, keys = queries.aligned(COPY_ROWS), keys.aligned(COPY_ROWS)
     layout = Layout(
         q.shape[0], queries.box.num_rows, N, num_keys, K, H,
         starts=((queries.box.row, queries.box.head), (keys.box.row, keys.box.head)),
@@ -148,20 +149,6 @@ def forward(
         interpret=interpret,
     )(scalars, *queries.own, *(queries.peer or ()), *keys.own, *(keys.peer or ()))
     return vary_like(out[:, :num_rows], q), vary_like(lse[:, :, :num_rows].transpose(0, 2, 1), q)
-
-
-def _aligned(operand: Operand) -> Operand:
-    """The operand as it lies if it lies on 8 rows, else a padded copy of its box.
-
-    Shared memory that wgmma reads is tiled by 8 rows, and Mosaic GPU's copies tile global memory alike.
-    """
-    box, rows = operand.box, [x.shape[1] for x in (operand.own[0], *(operand.peer or ()))] + [operand.box.row]
-    if not any(n % 8 for n in rows):
-        return operand
-    box = box._replace(num_rows=-(-box.num_rows // 8) * 8)
-    whole = Box(0, box.num_rows, 0, box.num_heads)
-    peer = None if operand.peer is None else tuple(map(whole.take, operand.peer))
-    return Operand(tuple(map(box.take, operand.own)), whole, peer, operand.is_peer)
 
 
 def _scratch(layout: Layout, dtype: jnp.dtype) -> dict[str, Any]:

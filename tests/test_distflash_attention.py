@@ -14,7 +14,7 @@ from oracle import Case
 from tolerance import assert_close, max_error
 
 from distflash_jax import distflash_attention, which_implementation
-from pallas_kernels import xla
+from pallas_kernels import dense, xla
 
 MHA, GQA4, MQA, ODD = (8, 8), (8, 2), (8, 1), (33, 11)  # (query heads, key/value heads)
 
@@ -107,6 +107,18 @@ def test_any_scale_head_dim_and_wild_scores_stay_exact():
 @pytest.mark.parametrize("head_dim", [72, 96, 192])
 def test_any_head_dim_equals_dense(head_dim):
     assert_matches(Case(T=10, N=2, K=1, B=1, H=head_dim), attend(2))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_a_scale_may_be_zero_or_negative(scale):
+    q, k, v, dout, dlse = oracle.inputs(Case(T=12, B=1))
+    visible = jnp.tril(jnp.ones((12, 12), bool))
+    ours = oracle.results(attend(2, scale=scale), q, k, v, dout, dlse).named()
+    exact = oracle.results(
+        functools.partial(dense.attention, visible=visible, scale=scale), q, k, v, dout, dlse
+    ).named()
+    for name in exact:
+        np.testing.assert_allclose(ours[name], exact[name], atol=2e-5)
 
 
 @pytest.mark.parametrize("num_workers", [4, 5])

@@ -178,7 +178,7 @@ def test_the_padding_of_a_box_is_dropped_on_the_way_back():
     np.testing.assert_array_equal(box.put(chunk, taken + 1)[:, 3:, 1:3], chunk[:, 3:, 1:3] + 1)
 
 
-H200 = {"platform": "gpu", "compute_capability": "9.0"}
+H200 = {"platform": "gpu", "compute_capability": "9.0", "scale": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -187,9 +187,16 @@ H200 = {"platform": "gpu", "compute_capability": "9.0"}
         (H200, jnp.bfloat16, 128, "hopper", "a GPU of compute capability 9.0"),
         (H200, jnp.float16, 64, "hopper", "a GPU of compute capability 9.0"),
         (H200, jnp.float32, 128, "xla", "hopper needs bfloat16 or float16, got float32"),
+        (H200 | {"scale": -1.0}, jnp.bfloat16, 64, "xla", "hopper needs a positive scale, got -1.0"),
         (H200, jnp.bfloat16, 80, "xla", r"hopper needs a head dim of \[64, 128\], got 80"),
-        ({"platform": "gpu", "compute_capability": "8.0"}, jnp.bfloat16, 128, "xla", "capability 9.0, got 8.0"),
-        ({"platform": "cpu", "compute_capability": None}, jnp.bfloat16, 128, "xla", "hopper needs a GPU, got cpu"),
+        (H200 | {"compute_capability": "8.0"}, jnp.bfloat16, 128, "xla", "capability 9.0, got 8.0"),
+        (
+            H200 | {"platform": "cpu", "compute_capability": None},
+            jnp.bfloat16,
+            128,
+            "xla",
+            "hopper needs a GPU, got cpu",
+        ),
     ],
 )
 def test_the_best_kernel_of_the_device_is_chosen_and_says_why(device, dtype, head_dim, name, reason):
