@@ -77,6 +77,7 @@ def test_a_run_tells_its_setting_each_step_and_where_to_look(undisturbed):
         "float32",
         "balanced",
         "remat attention",
+        "kernel    xla: for every platform; hopper needs a GPU, got cpu",
         str(run_dir),
     ):
         assert fact in said

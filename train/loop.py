@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from distflash_jax import distflash_attention, remat
+from distflash_jax import distflash_attention, remat, which_implementation
 from models.llama import Llama, Remat
 from train import data
 from train.checkpoint import Checkpoints
@@ -145,7 +145,10 @@ def _resolve(config: Config, mesh: Mesh) -> Config:
 def _introduce(config: Config, mesh: Mesh, tokens: data.Tokens, run_dir: Path) -> None:
     say(f"devices   {describe(mesh)}, mesh {config.mesh}")
     say(f"model     {config.model}, {config.llama.num_parameters:,} parameters, {config.dtype} activations")
+    head_dim = config.llama.head_dim
+    kernel = which_implementation(mesh=mesh, dtype=jnp.dtype(config.dtype), head_dim=head_dim, scale=head_dim**-0.5)
     say(f"attention {config.strategy}, remat {config.remat}")
+    say(f"kernel    {kernel.name}: {kernel.reason}")
     say(f"data      {tokens.source}, {len(tokens.values):,} tokens in rows of {config.seq_len:,}")
     say(f"run-dir   {run_dir}")
 
