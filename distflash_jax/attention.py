@@ -120,7 +120,8 @@ def distflash_attention(
     mesh = placement.find_mesh(mesh, axis, q)
     spec = placement.find_spec(spec, mesh, axis, q)
     placement.check_divisible(q, k, mesh, spec)
-    q, k, v = (_pad_rows(x, mesh.shape[axis]) for x in (q, k, v))
+    placed = [placement.place(name, x, mesh, spec) for name, x in (("q", q), ("k", k), ("v", v))]
+    q, k, v = (_pad_rows(x, mesh.shape[axis]) for x in placed)
     out, lse = jax.shard_map(
         functools.partial(attend, num_keys=S),
         mesh=mesh,

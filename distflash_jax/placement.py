@@ -4,7 +4,7 @@ import math
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 AnyMesh = Mesh | AbstractMesh
@@ -34,16 +34,15 @@ def find_mesh(mesh: AnyMesh | None, axis: str, q: Array) -> AnyMesh:
 
 
 def find_spec(spec: PartitionSpec | None, mesh: AnyMesh, axis: str, q: Array) -> PartitionSpec:
-    """The spec given, or the explicit sharding of q, or P(None, axis); always of length 4.
+    """The spec given, or the explicit sharding of q with its sequence over `axis`, else P(None, axis); of length 4.
 
     Raises:
         ValueError: it names unknown axes, or does not put `axis`, alone, on the sequence.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if spec is None:
-        known = (*jax.typeof(q).sharding.spec, None, None, None, None)[:4]
-        is_explicit = types[axis] == AxisType.Explicit
-        spec = PartitionSpec(known[0], known[1] if is_explicit else axis, *known[2:])
+        known = jax.typeof(q).sharding.spec
+        spec = PartitionSpec(known[0], known[1] or axis, *known[2:])
     if len(spec) > 4:
         raise ValueError(f"spec={spec}: must have at most the 4 entries of [B, T, N, H]")
     spec = PartitionSpec(*spec, *(None,) * (4 - len(spec)))
@@ -59,8 +58,25 @@ def find_spec(spec: PartitionSpec | None, mesh: AnyMesh, axis: str, q: Array) ->
     return spec
 
 
+def place(name: str, x: Array, mesh: AnyMesh, spec: PartitionSpec) -> Array:
+    """x as `spec` says where the mesh has Explicit axes; only what is replicated is cut, nothing is gathered.
+
+    Raises:
+        ValueError: x is explicitly sharded in another way.
+    """
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    wanted = [tuple(n for n in _names(entry) if types[n] == AxisType.Explicit) for entry in spec]
+    known = [_names(entry) for entry in jax.typeof(x).sharding.spec]
+    if any(have and have != want for have, want in zip(known, wanted, strict=True)):
+        raise ValueError(f"{name}: is sharded {jax.typeof(x).sharding.spec}, must be {spec} (jax.reshard moves it)")
+    return x if known == wanted else jax.reshard(x, NamedSharding(mesh, PartitionSpec(*(w or None for w in wanted))))
+
+
 def check_divisible(q: Array, k: Array, mesh: AnyMesh, spec: PartitionSpec) -> None:
-    """Raises ValueError where batch or heads do not divide, or the sequence is shorter than the workers are many."""
+    """Raises ValueError where batch or heads do not divide, or the sequence is shorter than the workers are many.
+
+    Over an Explicit axis the sequence must divide too: its padding could not be cut off again.
+    """
     shards = [math.prod(mesh.shape[name] for name in _names(entry)) for entry in spec]
     for name, size, entry, count in (
         ("q: batch size", q.shape[0], spec[0], shards[0]),
@@ -73,6 +89,11 @@ def check_divisible(q: Array, k: Array, mesh: AnyMesh, spec: PartitionSpec) -> N
         if length < shards[1]:
             raise ValueError(
                 f"{name}: sequence length {length} must be at least the size {shards[1]} of mesh axis {spec[1]!r}"
+            )
+        if length % shards[1] and AxisType.Explicit in mesh.axis_types:
+            raise ValueError(
+                f"{name}: sequence length {length} must be a multiple of the size {shards[1]} of mesh axis {spec[1]!r} "
+                "as the mesh has Explicit axes; an Auto mesh takes any length"
             )
 
 

@@ -326,11 +326,20 @@ def test_replicated_operands_inside_shard_map_are_refused():
         jax.shard_map(inside, mesh=make_mesh(seq=2), in_specs=P(None, "seq"), out_specs=P(None, "seq"))(q, k, v)
 
 
-def test_a_replicated_explicit_sharding_is_refused():
-    mesh = make_mesh(AxisType.Explicit, seq=2)
-    q, k, v = (jax.device_put(jnp.zeros(shape), NamedSharding(mesh, P())) for shape in GOOD.values())
-    with pytest.raises(ValueError, match="the sequence \\(entry 1\\) must be sharded over axis='seq' alone"):
-        distflash_attention(q, k, v)
+def test_on_a_default_mesh_replicated_arrays_are_cut_and_others_refused():
+    """jax.make_mesh makes Explicit axes unless told otherwise."""
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), devices=jax.devices()[:4])
+    q, k, v = (jnp.ones((2, *shape[1:])) for shape in GOOD.values())
+    assert distflash_attention(q, k, v, mesh=mesh).shape == q.shape
+    with jax.set_mesh(mesh):
+        out = jax.jit(lambda *x: distflash_attention(*x, spec=P("data", "seq")))(q, k, v)
+        assert jax.typeof(out).sharding.spec[:2] == ("data", "seq")
+        with pytest.raises(ValueError, match=r"sequence length 15 must be a multiple of the size 2 .* Explicit axes"):
+            distflash_attention(q[:, :15], k[:, :15], v[:, :15])
+        with pytest.raises(ValueError, match=r"q: is sharded .* must be .*jax.reshard moves it"):
+            distflash_attention(jax.reshard(q, P("data")), k, v, spec=P(None, "seq"))
+        with pytest.raises(ValueError, match="over axis='seq' alone, got 'data'"):
+            distflash_attention(jax.reshard(q, P(None, "data")), k, v)
 
 
 def test_which_implementation_says_what_runs_and_why():
