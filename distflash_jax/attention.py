@@ -5,6 +5,7 @@ The path of a call: the checks and the custom_vjp here -> the table (schedule.py
 """
 
 import functools
+import re
 from typing import Literal, overload
 
 import jax
@@ -39,6 +40,7 @@ def distflash_attention(
     scale: float | None = ...,
     strategy: Strategy = ...,
     implementation: str | None = ...,
+    deterministic: bool = ...,
     return_lse: Literal[False] = ...,
 ) -> Float[Array, "B T N H"]: ...
 
@@ -56,6 +58,7 @@ def distflash_attention(
     scale: float | None = ...,
     strategy: Strategy = ...,
     implementation: str | None = ...,
+    deterministic: bool = ...,
     return_lse: Literal[True],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]: ...
 
@@ -72,6 +75,7 @@ def distflash_attention(
     scale: float | None = None,
     strategy: Strategy = "balanced",
     implementation: str | None = None,
+    deterministic: bool = False,
     return_lse: bool = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """softmax(scale * q k^T) v, with the sequence sharded over the mesh axis `axis`.
@@ -92,6 +96,8 @@ def distflash_attention(
         strategy: "balanced" keeps every worker busy; "balanced_unsplit" is the paper's own table, where half of an even
             number of workers idle in the last step; "ring" is the unbalanced baseline.
         implementation: the block kernel; None chooses, and which_implementation tells.
+        deterministic: gradients repeat bit by bit on the Hopper kernels too, whose dq else varies in its last bits;
+            their backward then makes seven matmuls instead of five.
         return_lse: also return the log-sum-exp of the scaled scores: float32, natural logarithm, differentiable.
 
     Raises:
@@ -112,6 +118,7 @@ def distflash_attention(
         scale=factor,
         strategy=strategy,
         kernel=IMPLEMENTATIONS[choice.name],
+        deterministic=deterministic,
     )
     if placement.is_inside_shard_map(axis):
         placement.check_chunks(q, k, v, axis, mesh, spec)
@@ -153,7 +160,14 @@ def which_implementation(
         dtype=jnp.dtype(dtype),
         head_dim=head_dim,
         scale=scale,
+        cuda_version=_cuda_version(device.client.platform_version),
     )
+
+
+def _cuda_version(platform_version: str) -> int | None:
+    """Of the toolchain that JAX runs with, such as 13000 for 13.0; None where there is none."""
+    found = re.search(r"cuda (\d+)", platform_version)
+    return int(found[1]) if found else None
 
 
 def _attend(
@@ -167,6 +181,7 @@ def _attend(
     scale: float,
     strategy: Strategy,
     kernel: BlockAttention,
+    deterministic: bool,
 ) -> Partial:
     """(out, lse) of this worker's chunks; num_keys counts the keys of the whole sequence, without padding."""
     num_workers = lax.axis_size(axis)
@@ -176,7 +191,7 @@ def _attend(
         split = "heads" if k.shape[2] % 2 == 0 else "rows"
         schedule = balanced(num_workers, is_causal=is_causal, cut=split if strategy == "balanced" else None)
     q, k, v = placement.vary_alike(q, k, v)
-    return _attention(Plan(schedule, kernel, axis, num_keys, scale), q, k, v)
+    return _attention(Plan(schedule, kernel, axis, num_keys, scale, deterministic), q, k, v)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -6,6 +6,7 @@ tasks on fetched chunks go back the way the chunks came. Sums and merges over th
 Source: DISTFLASHATTN, arXiv 2310.03294, algorithms 1 and 2.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ class Plan:
     axis: str
     num_keys: int
     scale: float
+    deterministic: bool = False
 
 
 def forward(
@@ -63,7 +65,8 @@ def backward(
     lse is that of whole rows and delta = rowsum(dout * out) - dlse, so the gradients of all blocks simply add up.
     Helpers receive q, dout, lse and delta, never out; dk and dv travel summed over their group of heads.
     """
-    steps = _run(plan, "backward", plan.kernel.backward, (q, dout, lse, delta), (k, v))
+    kernel = functools.partial(plan.kernel.backward, deterministic=plan.deterministic)
+    steps = _run(plan, "backward", kernel, (q, dout, lse, delta), (k, v))
     _, _, _, (dq, dk, dv) = next(steps)  # step 0 is the diagonal: every worker's own chunks, whole
     for step, queries, keys, partial in steps:
         (dq,) = _collect(plan, (dq,), partial[:1], queries, step.q, _add)
@@ -74,12 +77,14 @@ def backward(
 def _run(
     plan: Plan,
     direction: str,
-    kernel: Callable[[Operand, Operand, Mask, float], Arrays],
+    kernel: Callable[..., Arrays],
     q_side: Arrays,
     kv_side: Arrays,
 ) -> Iterator[tuple[Step, Operand, Operand, Arrays]]:
     """Each step with its operands and what the kernel made of them, while the next step's operands are on their way."""
     steps = plan.schedule.steps
+    # What is merged or summed over steps is float32; one worker alone needs no more than the inputs' dtype.
+    dtype = jnp.float32 if len(steps) > 1 else q_side[0].dtype
     fetched_q = fetched_kv = None
     for number, step in enumerate(steps):
         with jax.named_scope(f"{direction}_step_{number}"):
@@ -89,7 +94,7 @@ def _run(
                 fetched_q = _fetch(plan, q_side, steps[number + 1].q)
                 fetched_kv = _fetch(plan, kv_side, steps[number + 1].kv)
             with jax.named_scope("compute"):
-                partial = kernel(queries, keys, _mask(plan, step, queries, keys), plan.scale)
+                partial = kernel(queries, keys, _mask(plan, step, queries, keys), plan.scale, dtype=dtype)
             # The next step's sends depend on this kernel: memory for fetched chunks does not grow with the workers.
             q_side, kv_side, fetched_q, fetched_kv, partial = lax.optimization_barrier(
                 (q_side, kv_side, fetched_q, fetched_kv, partial)

@@ -20,6 +20,7 @@ def flax_attention(
     scale: float | None = None,
     strategy: Strategy = "balanced",
     implementation: str | None = None,
+    deterministic: bool = False,
 ) -> Callable[..., Float[Array, "... T N H"]]:
     """An attention_fn for flax.nnx.MultiHeadAttention and flax.linen.MultiHeadDotProductAttention.
 
@@ -34,6 +35,7 @@ def flax_attention(
         scale=scale,
         strategy=strategy,
         implementation=implementation,
+        deterministic=deterministic,
     )
 
     def attention_fn(

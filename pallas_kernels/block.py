@@ -1,12 +1,12 @@
 """The contract between the distributed executor and a kernel: one query chunk against one key/value chunk."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.masks import Mask
@@ -70,6 +70,15 @@ class Operand(NamedTuple):
         peer = None if self.peer is None else tuple(map(pad, self.peer))
         return Operand(tuple(map(pad, own)), box, peer, self.is_peer)
 
+    def with_head_dim(self, head_dim: int) -> "Operand":
+        """The operand with zeros behind each head, a copy; lse, delta and scores do not change by them."""
+
+        def pad(x: Array) -> Array:
+            return jnp.pad(x, [(0, 0)] * 3 + [(0, head_dim - x.shape[3])]) if x.ndim == 4 else x
+
+        peer = None if self.peer is None else tuple(map(pad, self.peer))
+        return self._replace(own=tuple(map(pad, self.own)), peer=peer)
+
 
 def vary_like(x: Array, like: Array) -> Array:
     """x, typed as varying over the mesh axes that `like` varies over: a kernel's results come out of it untyped."""
@@ -81,17 +90,46 @@ Partial = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 Gradients = tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]
 
 
+class Forward(Protocol):
+    def __call__(
+        self,
+        queries: Operand,
+        keys: Operand,
+        mask: Mask,
+        scale: float,
+        softcap: float | None = ...,
+        dtype: DTypeLike = ...,
+    ) -> Partial: ...
+
+
+class Backward(Protocol):
+    def __call__(
+        self,
+        queries: Operand,
+        keys: Operand,
+        mask: Mask,
+        scale: float,
+        softcap: float | None = ...,
+        dtype: DTypeLike = ...,
+        deterministic: bool = ...,
+    ) -> Gradients: ...
+
+
 @dataclass(frozen=True)
 class BlockAttention:
     """An implementation of attention between one query chunk and one key/value chunk.
 
-    forward(queries, keys, mask, scale) -> (out, lse): queries holds (q,), keys (k, v); softmax(scale * q k^T) v over
-    the visible keys and its log-sum-exp (natural logarithm), both float32. A row that sees nothing gives 0 and -inf.
+    softcap is None, or a bound: scores s become softcap * tanh(s / softcap). dtype is float32 if not given.
 
-    backward(queries, keys, mask, scale) -> (dq, dk, dv): queries holds (q, dout, lse, delta) with the lse and delta of
-    the whole row, not of this block's keys, so that the gradients of all blocks add up; float32. dk and dv are summed
-    over the query heads of their group.
+    forward(queries, keys, mask, scale, softcap, dtype) -> (out, lse): queries holds (q,), keys (k, v);
+    softmax(scale * q k^T) v over the visible keys, in `dtype`, and its log-sum-exp (natural logarithm), float32. A row
+    that sees nothing gives 0 and -inf.
+
+    backward(queries, keys, mask, scale, softcap, dtype, deterministic) -> (dq, dk, dv): queries holds
+    (q, dout, lse, delta) with the lse and delta of the whole row, not of this block's keys, so that the gradients of
+    all blocks add up; summed in float32, returned in `dtype`. dk and dv are summed over the query heads of their group.
+    With `deterministic` all bits repeat from call to call, at a cost where sums have no fixed order otherwise.
     """
 
-    forward: Callable[[Operand, Operand, Mask, float], Partial]
-    backward: Callable[[Operand, Operand, Mask, float], Gradients]
+    forward: Forward
+    backward: Backward

@@ -3,8 +3,11 @@
 Source: FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.block import BlockAttention, Gradients, Operand, Partial
@@ -14,7 +17,14 @@ ROWS_PER_TILE = 256
 KEYS_PER_TILE = 512
 
 
-def forward(queries: Operand, keys: Operand, mask: Mask, scale: float) -> Partial:
+def forward(
+    queries: Operand,
+    keys: Operand,
+    mask: Mask,
+    scale: float,
+    softcap: float | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> Partial:
     """(out, lse) of one query chunk against one key/value chunk; see BlockAttention."""
     (q,), (k, v) = queries.read(), keys.read()
     _, T, N, _ = q.shape
@@ -22,6 +32,7 @@ def forward(queries: Operand, keys: Operand, mask: Mask, scale: float) -> Partia
     rows_per_tile, keys_per_tile = min(ROWS_PER_TILE, T), min(KEYS_PER_TILE, S)
     k, v = _tiles(k, keys_per_tile), _tiles(v, keys_per_tile)
     mask = _with_stop(mask, S)
+    table = mask.key_tiles(T, rows_per_tile, S, keys_per_tile)
 
     def rows(tile: tuple[Array, Array]) -> Partial:
         number, q_tile = tile  # q_tile [B, rows, K, G, H]
@@ -29,9 +40,9 @@ def forward(queries: Operand, keys: Operand, mask: Mask, scale: float) -> Partia
 
         def step(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             acc, top, total = state
-            scores = _scores(q_tile, k[j], scale)
+            scores = _scores(q_tile, k[j], scale, softcap)[0]
             seen = mask.visible(row + jnp.arange(rows_per_tile), j * keys_per_tile + jnp.arange(keys_per_tile))
-            scores = jnp.where(seen[:, None, None, :], scores, -jnp.inf)
+            scores = jnp.where(seen[:, :, None, None, :], scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(axis=-1))
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # a row that has seen nothing yet: avoids inf - inf
             weights = jnp.exp(scores - shift[..., None])
@@ -40,10 +51,9 @@ def forward(queries: Operand, keys: Operand, mask: Mask, scale: float) -> Partia
             return acc * decay[..., None] + update, new_top, total * decay + weights.sum(axis=-1)
 
         acc = jnp.zeros_like(q_tile, dtype=jnp.float32)
-        start, stop = mask.key_range(row, rows_per_tile, S)
         state = (acc, acc[..., 0] - jnp.inf, acc[..., 0])
-        acc, top, total = lax.fori_loop(start // keys_per_tile, -(-stop // keys_per_tile), step, state)
-        out = acc / jnp.where(total == 0, 1.0, total)[..., None]
+        acc, top, total = lax.fori_loop(table[:, number, 0].min(), table[:, number, 3].max(), step, state)
+        out = (acc / jnp.where(total == 0, 1.0, total)[..., None]).astype(dtype)
         return out, top + jnp.log(total)  # a row that saw nothing: -inf + -inf
 
     q = _tiles(q, rows_per_tile)
@@ -52,13 +62,23 @@ def forward(queries: Operand, keys: Operand, mask: Mask, scale: float) -> Partia
     return _untile(out.reshape(*out.shape[:3], N, -1), T), _untile(lse.reshape(*lse.shape[:3], N), T)
 
 
-def backward(queries: Operand, keys: Operand, mask: Mask, scale: float) -> Gradients:
+def backward(
+    queries: Operand,
+    keys: Operand,
+    mask: Mask,
+    scale: float,
+    softcap: float | None = None,
+    dtype: DTypeLike = jnp.float32,
+    deterministic: bool = False,
+) -> Gradients:
     """(dq, dk, dv) of one query chunk against one key/value chunk, by the global lse and delta; see BlockAttention."""
+    del deterministic  # it always is
     (q, dout, lse, delta), (k, v) = queries.read(), keys.read()
     _, T, N, H = q.shape
     _, S, K, _ = k.shape
     rows_per_tile, keys_per_tile = min(ROWS_PER_TILE, T), min(KEYS_PER_TILE, S)
     mask = _with_stop(mask, S)
+    table = mask.query_tiles(T, rows_per_tile, S, keys_per_tile)
     lse = jnp.where(lse == -jnp.inf, 0.0, lse)  # such a row sees nothing, so its weights are masked to 0 below
     split = lambda x: _tiles(x, rows_per_tile).reshape(-1, x.shape[0], rows_per_tile, K, N // K, *x.shape[3:])
     q, dout, lse, delta = map(split, (q, dout, lse, delta))
@@ -70,23 +90,22 @@ def backward(queries: Operand, keys: Operand, mask: Mask, scale: float) -> Gradi
         def step(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             dq, dk, dv = state
             seen = mask.visible(i * rows_per_tile + jnp.arange(rows_per_tile), column + jnp.arange(keys_per_tile))
-            scores = _scores(q[i], k_tile, scale)
-            weights = jnp.where(seen[:, None, None, :], jnp.exp(scores - lse[i][..., None]), 0.0)
+            scores, slope = _scores(q[i], k_tile, scale, softcap)
+            weights = jnp.where(seen[:, :, None, None, :], jnp.exp(scores - lse[i][..., None]), 0.0)
             dweights = _dot("bqkgh,bskh->bqkgs", dout[i], v_tile)
-            dscores = (weights * (dweights - delta[i][..., None]) * scale).astype(q.dtype)
+            dscores = (weights * (dweights - delta[i][..., None]) * slope).astype(q.dtype)
             dv += _dot("bqkgs,bqkgh->bskh", weights.astype(q.dtype), dout[i])
             dk += _dot("bqkgs,bqkgh->bskh", dscores, q[i])
             dq_tile = dq[i] + _dot("bqkgs,bskh->bqkgh", dscores, k_tile)
             return lax.dynamic_update_index_in_dim(dq, dq_tile, i, axis=0), dk, dv
 
-        start, stop = mask.query_range(column, T)
         zeros = jnp.zeros_like(k_tile, dtype=jnp.float32)
-        dq, dk, dv = lax.fori_loop(start // rows_per_tile, -(-stop // rows_per_tile), step, (dq, zeros, zeros))
-        return dq, (dk, dv)
+        dq, dk, dv = lax.fori_loop(table[:, number, 0].min(), table[:, number, 3].max(), step, (dq, zeros, zeros))
+        return dq, (dk.astype(dtype), dv.astype(dtype))
 
     k, v = _tiles(k, keys_per_tile), _tiles(v, keys_per_tile)
     dq, (dk, dv) = lax.scan(columns, jnp.zeros_like(q, dtype=jnp.float32), (jnp.arange(k.shape[0]), k, v))
-    return _untile(dq.reshape(*dq.shape[:3], N, H), T), _untile(dk, S), _untile(dv, S)
+    return _untile(dq.astype(dtype).reshape(*dq.shape[:3], N, H), T), _untile(dk, S), _untile(dv, S)
 
 
 def _dot(subscripts: str, a: Array, b: Array) -> Float[Array, "..."]:
@@ -95,8 +114,15 @@ def _dot(subscripts: str, a: Array, b: Array) -> Float[Array, "..."]:
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _scores(q_tile: Array, k_tile: Array, scale: float) -> Float[Array, "B T K G S"]:
-    return _dot("bqkgh,bskh->bqkgs", q_tile, k_tile) * scale
+def _scores(
+    q_tile: Array, k_tile: Array, scale: float, softcap: float | None
+) -> tuple[Float[Array, "B T K G S"], Float[Array, "B T K G S"] | float]:
+    """The scores, and their derivative by q k^T."""
+    scores = _dot("bqkgh,bskh->bqkgs", q_tile, k_tile) * scale
+    if softcap is None:
+        return scores, scale
+    bounded = jnp.tanh(scores / softcap)
+    return softcap * bounded, scale * (1 - bounded**2)
 
 
 def _tiles(x: Float[Array, "B T ..."], size: int) -> Float[Array, "tiles B size ..."]:
@@ -113,7 +139,7 @@ def _untile(tiles: Float[Array, "tiles B size ..."], num_rows: int) -> Float[Arr
 
 def _with_stop(mask: Mask, num_keys: int) -> Mask:
     """The mask that also hides the padding of the last tile of keys."""
-    return Mask(mask.q_start, mask.k_start, jnp.minimum(mask.k_stop, mask.k_start + num_keys), mask.is_causal)
+    return dataclasses.replace(mask, k_stop=jnp.minimum(mask.k_stop, mask.k_start + num_keys))
 
 
 ATTENTION = BlockAttention(forward, backward)

@@ -23,14 +23,30 @@ class Pair(NamedTuple):
     N: int = 4
     K: int = 2
     H: int = 64
+    window: int | None = None
+    documents: tuple[int, ...] = ()  # the positions at which they start; what lies before the first is padding
+    softcap: float | None = None
+
+    def segment_ids(self):
+        if not self.documents:
+            return None
+        count = lambda positions: sum(jnp.where(positions >= start, 1, 0) for start in self.documents)
+        ids = count(self.q_start + jnp.arange(self.T)), count(self.k_start + jnp.arange(self.S))
+        # The second row of the batch is one document.
+        return tuple(jnp.stack([x, jnp.ones_like(x)]) for x in ids)
 
     def mask(self, k_stop=None) -> Mask:
         q_start, k_start, stop = (jnp.int32(x) for x in (self.q_start, self.k_start, self.num_keys))
-        return Mask(q_start, k_start, stop if k_stop is None else jnp.int32(k_stop), self.is_causal)
+        stop = stop if k_stop is None else jnp.int32(k_stop)
+        return Mask(q_start, k_start, stop, self.is_causal, self.window, self.segment_ids())
 
     def visible(self) -> jax.Array:
         q, k = self.q_start + jnp.arange(self.T)[:, None], self.k_start + jnp.arange(self.S)
-        return (k < self.num_keys) & ((k <= q) | (not self.is_causal))
+        seen = (k < self.num_keys) & ((k <= q) | (not self.is_causal)) & (k > q - (self.window or 10**6))
+        if self.documents:
+            q_ids, k_ids = self.segment_ids()
+            seen &= (q_ids[:, :, None] == k_ids[:, None]) & (q_ids[:, :, None] > 0)
+        return seen
 
 
 PAIRS = {
@@ -45,6 +61,20 @@ PAIRS = {
     "padding_alone": Pair(k_start=80, num_keys=53, is_causal=False),
     "one_row_and_one_key": Pair(T=1, S=1),
     "one_head_of_keys": Pair(T=40, N=3, K=1),
+    "window": Pair(T=100, S=100, window=7),
+    "window_across_chunks": Pair(T=50, S=60, q_start=100, k_start=50, window=70),
+    "window_that_sees_nothing": Pair(q_start=200, k_start=40, window=30),
+    "window_not_causal": Pair(T=50, S=90, q_start=40, window=20, is_causal=False),
+    "documents": Pair(T=150, S=150, documents=(0, 20, 23, 90)),
+    "documents_not_causal": Pair(T=100, S=100, documents=(0, 33), is_causal=False),
+    "documents_after_padding": Pair(T=50, S=100, q_start=50, documents=(30, 60)),
+    "documents_in_a_window": Pair(T=100, S=100, documents=(0, 20, 60), window=11),
+    "softcap": Pair(T=40, softcap=1.5),
+    "head_dim_72": Pair(T=40, H=72),
+    "head_dim_96": Pair(T=40, H=96),
+    "head_dim_128": Pair(T=150, S=150, H=128, documents=(0, 90)),
+    "head_dim_192": Pair(T=150, S=150, H=192),
+    "head_dim_256": Pair(T=150, S=150, H=256, documents=(0, 90)),
 }
 # Each kernel with a dtype that it takes and the absolute error that this dtype allows on values of order one.
 KERNEL = pytest.mark.parametrize(
@@ -84,8 +114,8 @@ def own(*arrays):
 def test_forward_equals_dense(kernel, dtype, atol, pair):
     q, k, v, _ = random_arrays(pair, dtype)
     scale = pair.H**-0.5
-    out, lse = kernel.forward(own(q), own(k, v), pair.mask(), scale)
-    expected_out, expected_lse = dense.attention(q, k, v, pair.visible(), scale)
+    out, lse = kernel.forward(own(q), own(k, v), pair.mask(), scale, pair.softcap)
+    expected_out, expected_lse = dense.attention(q, k, v, pair.visible(), scale, pair.softcap)
     np.testing.assert_allclose(out, expected_out, atol=atol)
     np.testing.assert_allclose(lse, expected_lse, atol=atol)
 
@@ -96,10 +126,11 @@ def test_backward_equals_dense(kernel, dtype, atol, pair):
     """With a dlse, which enters through delta alone."""
     q, k, v, dout = random_arrays(pair, dtype)
     scale = pair.H**-0.5
-    (out, lse), pull_back = jax.vjp(lambda *x: dense.attention(*x, pair.visible(), scale), *as_float32(q, k, v))
+    exact = lambda *x: dense.attention(*x, pair.visible(), scale, pair.softcap)
+    (out, lse), pull_back = jax.vjp(exact, *as_float32(q, k, v))
     dlse = jnp.where(lse == -jnp.inf, 0.0, jnp.sin(lse))
     delta = jnp.sum(dout.astype(jnp.float32) * out, axis=-1) - dlse
-    ours = kernel.backward(own(q, dout, lse, delta), own(k, v), pair.mask(), scale)
+    ours = kernel.backward(own(q, dout, lse, delta), own(k, v), pair.mask(), scale, pair.softcap)
     for x, expected in zip(ours, pull_back((*as_float32(dout), dlse)), strict=True):
         np.testing.assert_allclose(x, expected, atol=atol)
 
@@ -158,15 +189,51 @@ def test_a_worker_without_a_task_returns_nothing(kernel, dtype, atol):
 
 
 @KERNEL
-def test_partial_results_are_float32_whatever_the_inputs(kernel, dtype, atol):
+@pytest.mark.parametrize("result", ["float32", "bfloat16"])
+def test_partial_results_have_the_dtype_that_the_caller_wants(kernel, dtype, atol, result):
     pair = Pair(T=40)
     q, k, v, dout = random_arrays(pair, dtype)
-    out, lse = kernel.forward(own(q), own(k, v), pair.mask(), 0.25)
-    gradients = kernel.backward(own(q, dout, lse, jnp.zeros_like(lse)), own(k, v), pair.mask(), 0.25)
-    assert {x.dtype for x in (out, lse, *gradients)} == {jnp.dtype("float32")}
+    out, lse = kernel.forward(own(q), own(k, v), pair.mask(), 0.25, dtype=result)
+    task = own(q, dout, lse, jnp.zeros_like(lse)), own(k, v), pair.mask()
+    assert {x.dtype for x in (out, *kernel.backward(*task, 0.25, dtype=result))} == {jnp.dtype(result)}
+    assert {x.dtype for x in (lse, *kernel.backward(*task, 0.25))} == {jnp.dtype("float32")}
     exact = dense.attention(q, k, v, pair.visible(), 0.25)
-    np.testing.assert_allclose(out, exact[0], atol=3e-2)
+    np.testing.assert_allclose(out.astype(jnp.float32), exact[0], atol=3e-2)
     np.testing.assert_allclose(lse, exact[1], atol=3e-2)
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+@pytest.mark.parametrize("sizes", [(16, 16), (8, 32), (32, 8)])
+def test_tiles_that_the_mask_leaves_out_hide_everything_and_full_ones_nothing(pair, sizes):
+    rows, keys = sizes
+    table = {
+        "keys": np.asarray(pair.mask().key_tiles(pair.T, rows, pair.S, keys)),
+        "queries": np.asarray(pair.mask().query_tiles(pair.T, rows, pair.S, keys)),
+    }
+    visible = np.asarray(jnp.broadcast_to(pair.visible(), (2, pair.T, pair.S)))
+    for side, (size, other) in {"keys": (rows, keys), "queries": (keys, rows)}.items():
+        seen = visible if side == "keys" else visible.swapaxes(1, 2)
+        for batch, number in np.ndindex(2, -(-seen.shape[1] // size)):
+            start, full_start, full_stop, stop = table[side][batch % len(table[side]), number]
+            assert 0 <= start <= full_start <= full_stop <= stop <= -(-seen.shape[2] // other)
+            tile = seen[batch, number * size : (number + 1) * size]
+            assert not tile[:, : start * other].any() and not tile[:, stop * other :].any()
+            assert tile[:, full_start * other : full_stop * other].all()
+
+
+def test_tiles_of_long_documents_are_skipped_and_full():
+    """What time follows: of 64 x 64 tiles those on the diagonal of a document are masked, those below it full."""
+    ids = jnp.repeat(jnp.arange(1, 5), 256)[None]
+    mask = Mask(0, 0, 1024, True, segment_ids=(ids, ids))
+    first = 4 * (np.arange(16) // 4)
+    for table, (start, full_stop) in {
+        "key_tiles": (first, np.arange(16)),
+        "query_tiles": (np.arange(16), first + 4),
+    }.items():
+        rows = np.asarray(getattr(mask, table)(1024, 64, 1024, 64))[0]
+        np.testing.assert_array_equal(rows[:, 0], start)
+        np.testing.assert_array_equal(rows[:, 2], full_stop)
+        np.testing.assert_array_equal((rows[:, 3] - rows[:, 0]).sum(), 4 * 10)
 
 
 def test_the_padding_of_a_box_is_dropped_on_the_way_back():
@@ -188,7 +255,10 @@ H200 = {"platform": "gpu", "compute_capability": "9.0", "scale": 0.1}
         (H200, jnp.float16, 64, "hopper", "a GPU of compute capability 9.0"),
         (H200, jnp.float32, 128, "xla", "hopper needs bfloat16 or float16, got float32"),
         (H200 | {"scale": -1.0}, jnp.bfloat16, 64, "xla", "hopper needs a positive scale, got -1.0"),
-        (H200, jnp.bfloat16, 80, "xla", r"hopper needs a head dim of \[64, 128\], got 80"),
+        (H200, jnp.bfloat16, 80, "hopper", "a GPU of compute capability 9.0"),
+        (H200, jnp.bfloat16, 320, "xla", "hopper needs a head dim of at most 256, got 320"),
+        (H200 | {"cuda_version": 12090}, jnp.bfloat16, 64, "xla", "miscompile causal masks, got 12.9.0"),
+        (H200 | {"cuda_version": 12091}, jnp.bfloat16, 64, "hopper", "a GPU of compute capability 9.0"),
         (H200 | {"compute_capability": "8.0"}, jnp.bfloat16, 128, "xla", "capability 9.0, got 8.0"),
         (
             H200 | {"platform": "cpu", "compute_capability": None},

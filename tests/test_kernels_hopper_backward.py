@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.mesh import AbstractDevice
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.sharding import AbstractMesh
 from tolerance import assert_close
 
-from pallas_kernels import dense, hopper_backward, xla
+from pallas_kernels import block_sizes, dense, hopper_backward, xla
 from pallas_kernels.block import Box, Operand
 from pallas_kernels.masks import Mask
 
@@ -23,9 +24,14 @@ def make_inputs(B, T, N, S, K, H, dtype):
     return tuple(x.astype(dtype) for x in (q, k + 0.2, v + 0.5, dout))
 
 
-def differentiate(q, k, v, dout, visible):
+def document_ids(length, *starts):
+    """[1, length]: 1 for the first document, 0 for what lies before it."""
+    return sum(jnp.where(jnp.arange(length) >= start, 1, 0) for start in starts)[None]
+
+
+def differentiate(q, k, v, dout, visible, softcap=None):
     """(lse, delta, gradients) of dense attention in float32."""
-    attention = lambda q, k, v: dense.attention(q, k, v, visible, q.shape[-1] ** -0.5)
+    attention = lambda q, k, v: dense.attention(q, k, v, visible, q.shape[-1] ** -0.5, softcap)
     (out, lse), pull_back = jax.vjp(attention, *(x.astype(jnp.float32) for x in (q, k, v)))
     dout = dout.astype(jnp.float32)
     return lse, (dout * out).sum(axis=-1), pull_back((dout, jnp.zeros_like(lse)))
@@ -36,12 +42,17 @@ def whole(*arrays):
     return Operand(arrays, Box(0, num_rows, 0, num_heads), None, jnp.array(False))
 
 
-def position(q_start, k_start, k_stop, is_causal):
-    return Mask(jnp.int32(q_start), jnp.int32(k_start), jnp.int32(k_stop), is_causal)
+def position(q_start, k_start, k_stop, is_causal, window=None, segment_ids=None):
+    return Mask(jnp.int32(q_start), jnp.int32(k_start), jnp.int32(k_stop), is_causal, window, segment_ids)
 
 
-def interpreted(queries, keys, mask, H):
-    return hopper_backward.backward(queries, keys, mask, H**-0.5, interpret=True)
+def interpreted(queries, keys, mask, H, softcap=None, deterministic=False):
+    gradients = hopper_backward.backward(
+        queries, keys, mask, H**-0.5, softcap, deterministic=deterministic, interpret=True
+    )
+    jax.block_until_ready(gradients)
+    assert not gpu_callbacks.get_races().races_found
+    return gradients
 
 
 def compare(ours, plain, exact, dtype):
@@ -58,15 +69,49 @@ def compare(ours, plain, exact, dtype):
         pytest.param((2, 65, 2, 200, 2, 64, "bfloat16"), (0, 0, 140, False), id="not causal, padded keys"),
         pytest.param((1, 130, 1, 130, 1, 64, "bfloat16"), (0, 70, 200, True), id="first rows see nothing"),
         pytest.param((1, 64, 1, 130, 1, 128, "bfloat16"), (0, 0, 0, True), id="no task"),
+        pytest.param((1, 72, 1, 72, 1, 96, "bfloat16"), (0, 0, 72, True), id="head dim 96"),
+        pytest.param((1, 100, 2, 130, 1, 192, "bfloat16"), (30, 0, 130, True), id="head dim 192"),
+        pytest.param((1, 100, 1, 130, 1, 256, "bfloat16"), (30, 0, 130, True), id="head dim 256"),
+        pytest.param((1, 200, 1, 200, 1, 64, "bfloat16"), (0, 0, 200, True, 50), id="window"),
+        pytest.param((1, 100, 1, 200, 1, 128, "bfloat16"), (50, 0, 200, False, 30), id="window, not causal"),
+        pytest.param((1, 200, 1, 200, 1, 64, "bfloat16"), (0, 0, 200, True, None, (30, 40, 170)), id="documents"),
+        pytest.param(
+            (1, 200, 1, 200, 1, 128, "bfloat16"), (0, 0, 200, False, None, (30, 40, 170)), id="documents, not causal"
+        ),
     ],
 )
 def test_gradients_are_those_of_dense_attention(shape, place):
+    assert_gradients_match(shape, place)
+
+
+@pytest.mark.parametrize(
+    "shape, place",
+    [
+        pytest.param((1, 131, 4, 131, 2, 64, "bfloat16"), (0, 0, 131, True), id="diagonal, odd, grouped"),
+        pytest.param((2, 70, 2, 150, 1, 128, "float16"), (1000, 0, 150, True, 960), id="far chunk, window"),
+        pytest.param((1, 72, 1, 72, 1, 192, "bfloat16"), (0, 0, 72, False), id="full, head dim 192"),
+        pytest.param((1, 200, 1, 200, 1, 64, "bfloat16"), (0, 0, 200, True, None, (30, 40, 170)), id="documents"),
+    ],
+)
+def test_the_deterministic_kernels_compute_the_same(shape, place):
+    assert_gradients_match(shape, place, deterministic=True)
+
+
+def test_gradients_through_a_softcap_are_those_of_dense_attention():
+    for deterministic in (False, True):
+        assert_gradients_match((1, 128, 1, 128, 1, 64, "bfloat16"), (0, 0, 128, True), 2.0, deterministic)
+
+
+def assert_gradients_match(shape, place, softcap=None, deterministic=False):
     q, k, v, dout = make_inputs(*shape)
+    if len(place) == 6:
+        place = (*place[:5], tuple(document_ids(x.shape[1], *place[5]) for x in (q, k)))
     mask = position(*place)
-    lse, delta, exact = differentiate(q, k, v, dout, mask.visible(jnp.arange(q.shape[1]), jnp.arange(k.shape[1])))
+    visible = mask.visible(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]))
+    lse, delta, exact = differentiate(q, k, v, dout, visible, softcap)
     task = whole(q, dout, lse, delta), whole(k, v), mask
-    ours = interpreted(*task, q.shape[-1])
-    compare(ours, xla.backward(*task, q.shape[-1] ** -0.5), exact, shape[-1])
+    ours = interpreted(*task, q.shape[-1], softcap, deterministic)
+    compare(ours, xla.backward(*task, q.shape[-1] ** -0.5, softcap), exact, shape[-1])
 
 
 def test_vmap_gives_each_element_a_dq_of_its_own():
@@ -120,44 +165,48 @@ def test_the_kernel_takes_the_box_of_the_operand_that_the_role_names(q_box, k_bo
     compare(ours, exact, exact, "bfloat16")
 
 
-def lowered(shape, *, is_causal, has_peers=False):
+def lowered(shape, *, kind, has_peers=False, deterministic=False):
     B, T, N, S, K, H, dtype = shape
 
-    def run(q, dout, lse, delta, k, v, scalars, is_peer):
+    def run(q, dout, lse, delta, k, v, scalars, is_peer, ids):
         q_side, k_side = (q, dout, lse, delta), (k, v)
         queries = Operand(q_side, Box(0, T, 0, N), q_side if has_peers else None, is_peer)
         keys = Operand(k_side, Box(0, S, 0, K), k_side if has_peers else None, is_peer)
-        return hopper_backward.backward(queries, keys, Mask(*scalars, is_causal=is_causal), H**-0.5)
+        mask = Mask(*scalars, kind != "full", 4096 if kind == "window" else None, ids)
+        return hopper_backward.backward(queries, keys, mask, H**-0.5, deterministic=deterministic)
 
     q, k = jax.ShapeDtypeStruct((B, T, N, H), dtype), jax.ShapeDtypeStruct((B, S, K, H), dtype)
     rows, scalar = jax.ShapeDtypeStruct((B, T, N), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
-    arguments = q, q, rows, rows, k, k, (scalar,) * 3, jax.ShapeDtypeStruct((), bool)
+    ids = tuple(jax.ShapeDtypeStruct((B, x), jnp.int32) for x in (T, S)) if kind == "segments" else None
+    arguments = q, q, rows, rows, k, k, (scalar,) * 3, jax.ShapeDtypeStruct((), bool), ids
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         return jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("H", sorted(hopper_backward.BLOCKS))
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_it_lowers_for_an_h200_and_fits_in_shared_memory(dtype, H, is_causal):
-    assert "mosaic_gpu" in lowered((1, 4096, 8, 4096, 2, H, dtype), is_causal=is_causal)
+@pytest.mark.parametrize(
+    "key", [key for key in block_sizes.TABLE if key[0] != "forward"], ids=lambda key: "-".join(map(str, key))
+)
+def test_every_entry_of_the_table_lowers_for_an_h200_and_fits_in_shared_memory(key):
+    direction, H, dtype, kind = key
+    text = lowered((1, 4096, 8, 4096, 2, H, dtype), kind=kind, deterministic=direction == "dq")
+    assert ("hopper_dq" in text) == (direction == "dq") and "hopper_backward" in text
 
 
-@pytest.mark.parametrize("H", sorted(hopper_backward.BLOCKS))
-def test_a_million_tokens_and_odd_lengths_with_peers_lower(H):
-    lowered((1, 2**20, 8, 2**20, 8, H, "bfloat16"), is_causal=True)
-    lowered((2, 1003, 8, 777, 2, H, "bfloat16"), is_causal=True, has_peers=True)
+@pytest.mark.parametrize("kind", block_sizes.KINDS)
+def test_a_million_tokens_and_odd_lengths_with_peers_lower(kind):
+    lowered((1, 2**20, 8, 2**20, 8, 128, "bfloat16"), kind=kind)
+    lowered((2, 1003, 8, 777, 2, 128, "bfloat16"), kind=kind, has_peers=True)
 
 
 def test_operands_with_aligned_rows_are_not_copied():
     """Only lse, delta and the results are made outside of the kernel: nothing in 16 bit."""
-    text = lowered((1, 4096, 8, 4096, 2, 128, "bfloat16"), is_causal=True, has_peers=True)
+    text = lowered((1, 4096, 8, 4096, 2, 128, "bfloat16"), kind="causal", has_peers=True)
     assert not [
         line for line in text.splitlines() if "xbf16>" in line and "stablehlo." in line and "custom_call" not in line
     ]
 
 
-@pytest.mark.parametrize("shape", [(1, 64, 1, 64, 1, 96, "bfloat16"), (1, 64, 1, 64, 1, 64, "float32")])
+@pytest.mark.parametrize("shape", [(1, 64, 1, 64, 1, 320, "bfloat16"), (1, 64, 1, 64, 1, 64, "float32")])
 def test_what_the_kernel_does_not_have_is_refused_by_name(shape):
-    with pytest.raises(ValueError, match=r"head dim 96: must be one of|q\.dtype=float32"):
-        lowered(shape, is_causal=True)
+    with pytest.raises(ValueError, match=r"head dim 320: must be at most 256|q\.dtype=float32"):
+        lowered(shape, kind="causal")

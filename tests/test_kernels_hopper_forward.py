@@ -8,18 +8,34 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels import Box, Mask, Operand, dense
+from pallas_kernels import Box, Mask, Operand, block_sizes, dense
 from pallas_kernels import hopper_forward as hopper
 
-# name: (T, S, N, K, H), (q_start, k_start, k_stop), is_causal
+
+def document_ids(length, *starts):
+    """[1, length]: 1 for the first document, 0 for what lies before it."""
+    return sum(jnp.where(jnp.arange(length) >= start, 1, 0) for start in starts)[None]
+
+
+# name: (T, S, N, K, H), (q_start, k_start, k_stop), what else the mask has, softcap
 CASES = {
-    "diagonal": ((128, 128, 2, 1, 64), (0, 0, 128), True),
-    "far": ((128, 256, 1, 1, 64), (512, 0, 256), True),
-    "future": ((64, 64, 2, 1, 64), (0, 512, 1024), True),
-    "no task": ((64, 64, 2, 1, 64), (512, 0, 0), True),
-    "odd lengths": ((77, 205, 2, 1, 64), (190, 100, 290), True),
-    "full": ((72, 160, 2, 2, 64), (0, 0, 160), False),
-    "head dim 128": ((128, 192, 1, 1, 128), (64, 0, 192), True),
+    "diagonal": ((128, 128, 2, 1, 64), (0, 0, 128), {}, None),
+    "far": ((128, 256, 1, 1, 64), (512, 0, 256), {}, None),
+    "future": ((64, 64, 2, 1, 64), (0, 512, 1024), {}, None),
+    "no task": ((64, 64, 2, 1, 64), (512, 0, 0), {}, None),
+    "odd lengths": ((77, 205, 2, 1, 64), (190, 100, 290), {}, None),
+    "full": ((72, 160, 2, 2, 64), (0, 0, 160), {"is_causal": False}, None),
+    "head dim 128": ((128, 192, 1, 1, 128), (64, 0, 192), {}, None),
+    "head dim 96": ((64, 64, 1, 1, 96), (0, 0, 64), {}, None),
+    "window": ((64, 256, 1, 1, 64), (200, 0, 256), {"window": 70}, None),
+    "window, not causal": ((100, 200, 1, 1, 64), (50, 0, 200), {"window": 30, "is_causal": False}, None),
+    "documents": (
+        (200, 200, 1, 1, 64),
+        (0, 0, 200),
+        {"segment_ids": (document_ids(200, 30, 40, 170), document_ids(200, 30, 40, 170))},
+        None,
+    ),
+    "softcap": ((128, 128, 1, 1, 64), (0, 0, 128), {}, 2.0),
 }
 
 
@@ -37,29 +53,29 @@ def operands(shape, is_peer=(None, None), boxes=None, num_heads=None):
     )
 
 
-def assert_matches(queries, keys, mask, detect_races=False):
+def assert_matches(queries, keys, mask, softcap=None):
     (q,), (k, v) = queries.read(), keys.read()
     scale = q.shape[-1] ** -0.5
-    out, lse = hopper.forward(
-        queries, keys, mask, scale, hopper.Tiles(keys=64), plgpu.InterpretGPUParams(detect_races=detect_races)
-    )
+    blocks = block_sizes.ForwardBlocks(keys=64)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    out, lse = hopper.forward(queries, keys, mask, scale, softcap, blocks=blocks, interpret=interpret)
+    assert not gpu_callbacks.get_races().races_found
     visible = mask.visible(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]))
-    exact_out, exact_lse = dense.attention(q, k, v, visible, scale)
+    exact_out, exact_lse = dense.attention(q, k, v, visible, scale, softcap)
     np.testing.assert_allclose(out, exact_out, atol=2e-3 * max(1, float(jnp.abs(exact_out).max())))
     np.testing.assert_allclose(lse, exact_lse, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernel_matches_the_oracle(name):
-    shape, scalars, is_causal = CASES[name]
-    assert_matches(*operands(shape), Mask(*map(jnp.int32, scalars), is_causal))
+    shape, scalars, others, softcap = CASES[name]
+    assert_matches(*operands(shape), Mask(*map(jnp.int32, scalars), **({"is_causal": True} | others)), softcap)
 
 
 @pytest.mark.parametrize("is_peer", [(True, False), (False, True)])
-def test_operands_are_chosen_when_the_kernel_runs_and_without_a_race(is_peer):
+def test_operands_are_chosen_when_the_kernel_runs(is_peer):
     mask = Mask(*map(jnp.int32, (40, 30, 150)), True)
-    assert_matches(*operands((64, 128, 2, 1, 64), is_peer), mask, detect_races=True)
-    assert not gpu_callbacks.get_races().races_found
+    assert_matches(*operands((64, 128, 2, 1, 64), is_peer), mask)
 
 
 def test_boxes_of_rows_and_heads_are_read_in_place():
@@ -70,23 +86,42 @@ def test_boxes_of_rows_and_heads_are_read_in_place():
     )
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("head_dim", sorted(hopper.TILES))
-@pytest.mark.parametrize("num_rows", [1000, 1 << 20])
-def test_kernel_lowers_to_cuda_for_an_h200(num_rows, head_dim, dtype, is_causal):
+def lowered(num_rows, head_dim, dtype, kind):
+    """The program for an H200 of a call whose operands may come from a peer."""
     x = jax.ShapeDtypeStruct((1, num_rows, 8, head_dim), dtype)
     y = jax.ShapeDtypeStruct((1, num_rows, 2, head_dim), dtype)
     number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
+    ids = (jax.ShapeDtypeStruct((1, num_rows), jnp.int32),) * 2 if kind == "segments" else None
 
-    def run(q, k, v, peer_q, peer_k, peer_v, q_start, k_start, k_stop, is_q_peer, is_kv_peer):
+    def run(q, k, v, peer_q, peer_k, peer_v, q_start, k_start, k_stop, is_q_peer, is_kv_peer, ids):
         queries = Operand((q,), Box(0, num_rows, 0, 8), (peer_q,), is_q_peer)
         keys = Operand((k, v), Box(0, num_rows, 0, 2), (peer_k, peer_v), is_kv_peer)
-        return hopper.forward(queries, keys, Mask(q_start, k_start, k_stop, is_causal), head_dim**-0.5)
+        mask = Mask(q_start, k_start, k_stop, kind != "full", 4096 if kind == "window" else None, ids)
+        return hopper.forward(queries, keys, mask, head_dim**-0.5)
 
     device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        traced = jax.jit(run).trace(x, y, y, x, y, y, number, number, number, flag, flag)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        traced = jax.jit(run).trace(x, y, y, x, y, y, number, number, number, flag, flag, ids)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "key", [key for key in block_sizes.TABLE if key[0] == "forward"], ids=lambda key: "-".join(map(str, key[1:]))
+)
+def test_every_entry_of_the_table_lowers_for_an_h200_and_fits_in_shared_memory(key):
+    _, head_dim, dtype, kind = key
+    text = lowered(1000, head_dim, dtype, kind)
     assert "mosaic_gpu" in text
-    assert "stablehlo.pad" not in text  # operands are read as they lie
+    assert not [line for line in text.splitlines() if "stablehlo.pad" in line and "f16>" in line]  # read as they lie
+
+
+@pytest.mark.parametrize("kind", block_sizes.KINDS)
+def test_a_million_tokens_lower(kind):
+    lowered(1 << 20, 128, "bfloat16", kind)
+
+
+def test_blocks_that_do_not_fit_are_refused_with_their_sizes():
+    q = jnp.zeros((1, 64, 1, 256), jnp.bfloat16)
+    operand = lambda *x: Operand(x, Box(0, 64, 0, 1), None, jnp.bool_(False))
+    with pytest.raises(ValueError, match=r"keys=128.*'k_smem'\] 128 KiB.*more than the 227 KiB of shared memory"):
+        hopper.forward(operand(q), operand(q, q), Mask(0, 0, 64, True), 0.1, blocks=block_sizes.ForwardBlocks())

@@ -1,0 +1,152 @@
+"""Tile sizes of the Hopper kernels: a measured table by (direction, head dim, dtype, kind of mask).
+
+`python -m benchmarks.tune` measures the candidates again on the GPU at hand and writes a file like the table; the
+environment variable DISTFLASH_BLOCK_SIZES names such a file, whose entries replace those here.
+"""
+
+import functools
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+SHARED_MEMORY = 227 * 1024  # bytes that one thread block may have on sm90
+ALIGNMENT = 1024  # of each array in shared memory
+HEAD_DIMS = (64, 128, 192, 256)  # others are padded to the next
+KINDS = ("full", "causal", "window", "segments")
+FILE_VARIABLE = "DISTFLASH_BLOCK_SIZES"
+
+
+@dataclass(frozen=True)
+class ForwardBlocks:
+    """How a thread block of the forward is laid out.
+
+    warpgroups: those that compute, 64 query rows each. keys: of a tile. stages: tiles of K and of V in shared memory.
+    compute_registers, copy_registers: a thread's; 64K a thread block, in multiples of 8.
+    """
+
+    warpgroups: int = 2
+    keys: int = 128
+    stages: int = 2
+    compute_registers: int = 240
+    copy_registers: int = 24
+
+
+@dataclass(frozen=True)
+class BackwardBlocks:
+    """How a thread block of the backward is laid out; two warpgroups compute.
+
+    stages: tiles of q and dout in shared memory. swizzle: bytes of a row of the 16-bit tiles;
+    half of the head dim fills whole rows. staging: columns of dq, dk, dv that leave at a time.
+    splits_keys: each warpgroup takes 64 of 128 keys, with all columns of dk and dv; without, both take the same 64 keys
+    and half of the columns, the scores twice: where the sums would not fit in registers otherwise.
+    has_prefetch: the next tile's scores are made while this one's gradients are; it takes registers.
+    """
+
+    stages: int = 2
+    swizzle: int = 128
+    staging: int = 64
+    splits_keys: bool = True
+    has_prefetch: bool = False
+    compute_registers: int = 240
+    copy_registers: int = 24
+
+
+Blocks = ForwardBlocks | BackwardBlocks
+Key = tuple[str, int, str, str]  # direction (dq: of the deterministic backward), head dim, dtype, kind of mask
+
+_FORWARD = {
+    64: ForwardBlocks(warpgroups=3, stages=3, compute_registers=160, copy_registers=32),
+    128: ForwardBlocks(),
+    192: ForwardBlocks(keys=64),
+    256: ForwardBlocks(keys=64),
+}
+_DQ = {
+    64: ForwardBlocks(keys=64, stages=4),
+    128: ForwardBlocks(keys=64, stages=3),
+    192: ForwardBlocks(warpgroups=1, keys=64),
+    256: ForwardBlocks(warpgroups=1, keys=64),
+}
+_BACKWARD = {
+    64: BackwardBlocks(stages=3, swizzle=64, staging=32, has_prefetch=True),
+    128: BackwardBlocks(),
+    192: BackwardBlocks(swizzle=64, staging=96, splits_keys=False),
+    256: BackwardBlocks(staging=32, splits_keys=False),
+}
+TABLE: Mapping[Key, Blocks] = {
+    (direction, head_dim, dtype, kind): blocks[head_dim]
+    for (direction, blocks), head_dim, dtype, kind in itertools.product(
+        (("forward", _FORWARD), ("backward", _BACKWARD), ("dq", _DQ)), HEAD_DIMS, ("bfloat16", "float16"), KINDS
+    )
+} | {
+    ("backward", 256, dtype, "segments"): BackwardBlocks(stages=1, splits_keys=False)
+    for dtype in ("bfloat16", "float16")
+}
+# What the tune command tries, beside the entry of the table.
+CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
+    ("forward", 64): (ForwardBlocks(), ForwardBlocks(stages=4), _FORWARD[64]),
+    ("forward", 128): (ForwardBlocks(), ForwardBlocks(keys=64, stages=4)),
+    ("forward", 192): (ForwardBlocks(keys=64), ForwardBlocks(keys=64, stages=3)),
+    ("forward", 256): (ForwardBlocks(keys=64),),
+    ("backward", 64): (_BACKWARD[64], BackwardBlocks(stages=3, swizzle=64, staging=32)),
+    ("backward", 128): (BackwardBlocks(), BackwardBlocks(has_prefetch=True)),
+    ("backward", 192): (_BACKWARD[192], BackwardBlocks(swizzle=64, staging=96, splits_keys=False, has_prefetch=True)),
+    ("backward", 256): (_BACKWARD[256], BackwardBlocks(staging=32, splits_keys=False, has_prefetch=True)),
+}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The smallest head dim of the kernels that holds this one.
+
+    Raises:
+        ValueError: none does.
+    """
+    for size in HEAD_DIMS:
+        if head_dim <= size:
+            return size
+    raise ValueError(f"head dim {head_dim}: must be at most {HEAD_DIMS[-1]}")
+
+
+def find(direction: str, head_dim: int, dtype: DTypeLike, kind: str) -> Any:
+    """The blocks for a call: those of the user's file if it has them, else those of the table."""
+    key = (direction, head_dim, jnp.dtype(dtype).name, kind)
+    return _from_file(os.environ.get(FILE_VARIABLE)).get(key, TABLE[key])
+
+
+def write(path: Path, entries: Mapping[Key, Blocks]) -> None:
+    path.write_text(json.dumps({" ".join(map(str, key)): asdict(blocks) for key, blocks in entries.items()}, indent=1))
+
+
+@functools.cache
+def _from_file(path: str | None) -> dict[Key, Blocks]:
+    if path is None:
+        return {}
+    entries: dict[Key, Blocks] = {}
+    for name, fields in json.loads(Path(path).read_text()).items():
+        direction, head_dim, dtype, kind = name.split()
+        key = (direction, int(head_dim), dtype, kind)
+        if key not in TABLE:
+            raise ValueError(f"{path}: no entry {name!r}; an entry names direction, head dim, dtype and kind of mask")
+        entries[key] = type(TABLE[key])(**fields)
+    return entries
+
+
+def check_shared_memory(scratch: Any, blocks: Blocks) -> None:
+    """Raises ValueError, which names the sizes, where the arrays of a thread block do not fit in shared memory."""
+    sizes = {}
+    for path, ref in jax.tree_util.tree_leaves_with_path(scratch):
+        if getattr(ref, "memory_space", None) == plgpu.SMEM:
+            num_bytes = math.prod(ref.shape) * ref.dtype.itemsize
+            sizes[jax.tree_util.keystr(path)] = num_bytes + -num_bytes % ALIGNMENT
+    if sum(sizes.values()) + ALIGNMENT > SHARED_MEMORY:
+        listed = ", ".join(f"{name} {size // 1024} KiB" for name, size in sizes.items())
+        raise ValueError(f"{blocks}: {listed}: more than the {SHARED_MEMORY // 1024} KiB of shared memory")
