@@ -1,10 +1,16 @@
-"""The named shapes that benchmarks measure: <total tokens>_d<head dim>_<mha|gqa>_<causal|full>."""
+"""The named shapes that benchmarks measure: <total tokens>_d<head dim>_<mha|gqa>_<what is visible>."""
 
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """One attention call on the whole sequence."""
+    """One attention call on the whole sequence.
+
+    window: a query sees no key that lies so many positions before it, or more. documents: lengths of those that share
+    the sequence and do not see each other; () is one document.
+    """
 
     T: int
     N: int
@@ -12,26 +18,66 @@ class Case(NamedTuple):
     H: int
     is_causal: bool
     B: int = 1
+    window: int | None = None
+    documents: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         heads = "mha" if self.N == self.K else "gqa"
-        return f"{self.T // 1024}k_d{self.H}_{heads}_{'causal' if self.is_causal else 'full'}"
+        visible = "causal" if self.is_causal else "full"
+        if self.window is not None:
+            visible = f"window{self.window // 1024}k"
+        if self.documents:
+            visible = f"packed{len(self.documents)}"
+        return f"{self.T // 1024}k_d{self.H}_{heads}_{visible}"
+
+    @property
+    def visible_scores(self) -> int:
+        """Pairs of a query and a key that it sees, of one head: causal is half, and half of the diagonal."""
+        triangle = lambda length: length * (length + 1) // 2
+        in_order = triangle if self.is_causal else lambda length: length**2
+        too_far = lambda length: 0 if self.window is None else triangle(max(length - self.window, 0))
+        return self.B * sum(in_order(length) - too_far(length) for length in self.documents or (self.T,))
 
     @property
     def forward_flops(self) -> float:
-        """Two matrix products a visible score; causal counts half. The backward counts 2.5 times as much."""
-        return 4 * self.B * self.N * self.H * self.T**2 * (0.5 if self.is_causal else 1)
+        """Two matrix products a visible score. The backward counts 2.5 times as much."""
+        return 4 * self.N * self.H * self.visible_scores
 
 
 MHA = [Case(tokens * 1024, 32, 32, 128, is_causal=True) for tokens in (8, 16, 32)]
 GQA = [Case(tokens * 1024, 32, 8, 128, is_causal=True) for tokens in (8, 16, 32)]
 ATTENTION = {case.name: case for case in MHA + GQA}
+
+TOKENS = tuple(1024 * 2**i for i in range(8))
+# Lengths as texts have them: none is a whole number of tiles.
+DOCUMENTS = (4300, 10100, 1000, 7300, 2900, 12836, 1500, 6000, 3700, 8700, 2100, 5100)
 KERNEL = {
     case.name: case
     for case in (
-        *(Case(tokens * 1024, 16, 16, 128, is_causal) for tokens in (4, 16) for is_causal in (False, True)),
-        Case(16384, 32, 8, 128, is_causal=True),
-        *(Case(16384, 16, 16, 64, is_causal) for is_causal in (False, True)),
+        *(Case(T, 16, 16, H, is_causal) for H in (64, 128, 256) for is_causal in (False, True) for T in TOKENS),
+        *(Case(T, 32, 8, H, is_causal=True) for H in (64, 128, 256) for T in TOKENS),
+        Case(65536, 16, 16, 128, is_causal=True, documents=DOCUMENTS),
+        Case(65536, 16, 16, 128, is_causal=True, window=4096),
     )
 }
+# What each head dim, length, grouping and mask costs, in a few minutes; "*" measures all of KERNEL.
+KERNEL_DEFAULT = (
+    *("16k_d64_mha_*", "16k_d128_*", "16k_d256_mha_causal", "4k_d128_mha_causal", "64k_d128_mha_causal"),
+    *("*_packed12", "*_window4k"),
+)
+
+
+def select(patterns: Iterable[str]) -> list[Case]:
+    """The kernel cases that are named or match a glob pattern, each once, in the order of KERNEL.
+
+    Raises:
+        ValueError: a pattern that no case matches.
+    """
+    names = set()
+    for pattern in patterns:
+        matching = {name for name in KERNEL if fnmatchcase(name, pattern)}
+        if not matching:
+            raise ValueError(f"case {pattern!r}: must name or match one such as {next(iter(KERNEL))}")
+        names |= matching
+    return [case for name, case in KERNEL.items() if name in names]

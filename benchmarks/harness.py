@@ -5,7 +5,7 @@ import datetime
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,9 @@ import jax
 import numpy as np
 
 RESULTS = Path(__file__).parent / "results"
+TURN = 0.1  # seconds in which one function is called over and over
+ROUNDS = (3, 7)  # fewest and most turns of each function
+TOTAL = 1.0  # seconds that all turns of one function may take, unless there are the fewest
 FIELDS = (
     *("benchmark", "case", "implementation", "workers", "mode", "metric", "unit"),
     *("p20", "p50", "p80", "bound", "gpu", "jax", "commit", "date"),
@@ -25,19 +28,43 @@ class Quantiles(NamedTuple):
     p80: float
 
 
-def time_in_turns(functions: dict[str, Callable[[], object]], rounds: int = 7, calls: int = 3) -> dict[str, Quantiles]:
-    """Seconds a call of each function: warmed up twice, then measured alternately, `calls` calls at a time."""
-    for run in functions.values():
-        jax.block_until_ready(run())
-        jax.block_until_ready(run())
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
+def plan_turns[Name: Hashable](seconds: dict[Name, float]) -> tuple[int, dict[Name, int]]:
+    """(rounds, calls a turn of each function), where one call of each takes so many seconds."""
+    calls = {name: max(1, round(TURN / once)) for name, once in seconds.items()}
+    longest = max(calls[name] * once for name, once in seconds.items())
+    return min(max(int(TOTAL / longest), ROUNDS[0]), ROUNDS[1]), calls
+
+
+def time_in_turns[Name: Hashable](functions: dict[Name, Callable[[], object]]) -> dict[Name, Quantiles]:
+    """Seconds a call of each function: warmed up twice, then measured alternately, in turns of about TURN seconds.
+
+    The calls of a turn are queued: the host counts only where it takes longer to start a call than to run it.
+    """
+    once = {}
+    for name, run in functions.items():
+        _time(run, 1)
+        once[name] = _time(run, 1)
+    rounds, calls = plan_turns(once)
+    seconds: dict[Name, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, run in functions.items():
-            start = time.perf_counter()
-            result = [run() for _ in range(calls)]
-            jax.block_until_ready(result)
-            seconds[name].append((time.perf_counter() - start) / calls)
+            seconds[name].append(_time(run, calls[name]))
     return {name: Quantiles(*np.quantile(values, (0.2, 0.5, 0.8)).tolist()) for name, values in seconds.items()}
+
+
+def _time(run: Callable[[], object], calls: int) -> float:
+    """Seconds a call. Only the last result is kept: a thousand would not fit."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = run()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls
+
+
+def newest_rows(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:
+    """The last row that was written of each (case, implementation, mode)."""
+    with path.open(newline="") as file:
+        return {(row["case"], row["implementation"], row["mode"]): row for row in csv.DictReader(file)}
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

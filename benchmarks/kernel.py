@@ -1,40 +1,163 @@
-"""Block kernels on one GPU beside cuDNN, in turns: `python -m benchmarks.kernel`.
+"""Block kernels on one GPU beside their peers, in turns in one process: `python -m benchmarks.kernel`.
 
-Forward is one call; backward is ours alone, and for cuDNN forward and backward minus forward. The bound of a row is the
-rate of a bfloat16 matrix product of 8192 x 8192 in the same run.
+Modes: forward; backward, given what the forward returned; both, in one program. A peer has no backward alone: its
+backward is both minus forward. The bound of a row is the rate of a bfloat16 matrix product of 8192 x 8192 in the same
+run. What cannot run is named in one line and left out. `--table` measures nothing and prints the newest rows.
 """
 
 import argparse
 import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
-from benchmarks.cases import KERNEL, Case
-from benchmarks.harness import RESULTS, Quantiles, time_in_turns, write_rows
-from pallas_kernels import IMPLEMENTATIONS, Box, Mask, Operand
+from benchmarks.cases import KERNEL_DEFAULT, Case, select
+from benchmarks.harness import RESULTS, Quantiles, newest_rows, time_in_turns, write_rows
+from benchmarks.peers import LABELS, PEERS, Peer, available, one_line
+from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Box, Mask, Operand
+
+OURS = "hopper"
+WORK = {"forward": 1, "backward": 2.5, "both": 3.5}  # of each mode, in units of the forward's operations
 
 
-def make_calls(case: Case) -> dict[str, functools.partial]:
-    """Compiled calls on random bfloat16 inputs, by implementation and mode."""
+class Key(NamedTuple):
+    implementation: str
+    mode: str
+
+
+class Inputs(NamedTuple):
+    """What the functions take. documents: the number of each row's document, from 1; None where there is but one."""
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B T K H"]
+    v: Float[Array, "B T K H"]
+    dout: Float[Array, "B T N H"]
+    lse: Float[Array, "B T N"]
+    delta: Float[Array, "B T N"]
+    documents: Int[Array, "B T"] | None
+
+    def given(self, out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> "Inputs":
+        """The inputs with what the backward needs of a forward."""
+        delta = jnp.sum(self.dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+        return self._replace(lse=lse, delta=delta)
+
+    def of(self, peer: Peer) -> "Inputs":
+        """The inputs as this peer takes them."""
+        q = self.q if peer.has_scale else self.q * self.q.shape[-1] ** -0.5
+        q, k, v, dout = (x.astype(peer.dtype) for x in (q, self.k, self.v, self.dout))
+        return self._replace(q=q, k=k, v=v, dout=dout)
+
+
+Function = Callable[[Inputs], Any]
+
+
+def random_inputs(case: Case, dtype: DTypeLike = jnp.bfloat16) -> Inputs:
+    """Normal inputs, with zeros for lse and delta."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(case.B, case.T, heads, case.H) for heads in (case.N, case.K, case.K, case.N)]
-    q, k, v, dout = (jax.random.normal(key, x, jnp.bfloat16) for key, x in zip(keys, shapes, strict=True))
-    mask = Mask(jnp.int32(0), jnp.int32(0), jnp.int32(case.T), case.is_causal)
-    own = lambda *arrays: Operand(arrays, Box(0, case.T, 0, arrays[0].shape[2]), None, jnp.array(False))
-    kernel, scale = IMPLEMENTATIONS["hopper"], case.H**-0.5
-    forward = jax.jit(lambda q, k, v: kernel.forward(own(q), own(k, v), mask, scale))
-    backward = jax.jit(lambda *x: kernel.backward(own(*x[:4]), own(*x[4:]), mask, scale))
-    cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=case.is_causal)
-    out, lse = forward(q, k, v)
-    delta = jnp.sum(dout.astype(jnp.float32) * out, axis=-1)
-    return {
-        "hopper forward": functools.partial(forward, q, k, v),
-        "cudnn forward": functools.partial(jax.jit(cudnn), q, k, v),
-        "hopper backward": functools.partial(backward, q, dout, lse, delta, k, v),
-        "cudnn both": functools.partial(jax.jit(lambda *x: jax.vjp(cudnn, *x[:3])[1](x[3])), q, k, v, dout),
-    }
+    q, k, v, dout = (jax.random.normal(key, x, dtype) for key, x in zip(keys, shapes, strict=True))
+    zeros = jnp.zeros(q.shape[:3], jnp.float32)
+    numbers = np.repeat(np.arange(1, len(case.documents) + 1, dtype=np.int32), case.documents)
+    documents = jnp.broadcast_to(numbers, (case.B, case.T)) if case.documents else None
+    return Inputs(q, k, v, dout, zeros, zeros, documents)
+
+
+def operands(case: Case, x: Inputs, *queries: Array) -> tuple[Operand, Operand, Mask]:
+    """The first arguments of our kernels: queries, keys, and what is visible."""
+    side = lambda arrays: Operand(arrays, Box(0, case.T, 0, arrays[0].shape[2]), None, jnp.array(False))
+    segment_ids = None if x.documents is None else (x.documents, x.documents)
+    mask = Mask(jnp.int32(0), jnp.int32(0), jnp.int32(case.T), case.is_causal, case.window, segment_ids)
+    return side(queries), side((x.k, x.v)), mask
+
+
+def block_functions(case: Case, kernel: BlockAttention) -> dict[str, Function]:
+    """A block kernel's function of each mode; they return what peers return, in the dtype of the inputs."""
+    scale = case.H**-0.5
+    forward = lambda x: kernel.forward(*operands(case, x, x.q), scale, None, x.q.dtype)
+    backward = lambda x: kernel.backward(*operands(case, x, x.q, x.dout, x.lse, x.delta), scale, None, x.q.dtype)
+    return {"forward": forward, "backward": backward, "both": lambda x: backward(x.given(*forward(x)))}
+
+
+def make_functions(case: Case, peers: dict[str, Peer], modes: Collection[str]) -> dict[Key, Function]:
+    """What has to be measured for these modes; always the forward, without which there is nothing to go back from."""
+    ours = block_functions(case, IMPLEMENTATIONS[OURS])
+    functions = {Key(OURS, mode): function for mode, function in ours.items() if mode in ("forward", *modes)}
+    for name, peer in peers.items():
+        attention = functools.partial(peer.attention, case)
+        functions[Key(name, "forward")] = lambda x, attention=attention: attention(x.q, x.k, x.v)
+        if set(modes) != {"forward"}:
+            functions[Key(name, "both")] = lambda x, attention=attention: jax.vjp(attention, x.q, x.k, x.v)[1](x.dout)
+    return functions
+
+
+def compile_all[Name: Hashable](
+    calls: Mapping[Name, tuple[Function, Inputs]],
+) -> tuple[dict[Name, Function], dict[Name, Exception]]:
+    """(the functions, compiled and run once on their inputs; what those that failed raised)."""
+    programs: dict[Name, Function] = {}
+    futures, errors = {}, {}
+    # One thread lowers, since Mosaic GPU keeps state in globals; compiling takes longer, and runs beside it.
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for name, (function, inputs) in calls.items():
+            try:
+                futures[name] = pool.submit(jax.jit(function).lower(inputs).compile)
+            except Exception as error:
+                errors[name] = error
+    for name, future in futures.items():
+        try:
+            program = future.result()
+            jax.block_until_ready(program(calls[name][1]))
+            programs[name] = program
+        except Exception as error:
+            errors[name] = error
+    return programs, errors
+
+
+def make_programs(case: Case, functions: dict[Key, Function], inputs: dict[str, Inputs]) -> dict[Key, Function]:
+    """The functions that compile and run; an implementation's first failure is printed."""
+    programs, errors = compile_all({key: (function, inputs[key.implementation]) for key, function in functions.items()})
+    first: dict[str, Key] = {}
+    for key in errors:
+        first.setdefault(key.implementation, key)
+    for key in first.values():
+        print(f"{case.name:24} {key.mode:8}  {key.implementation} left out, {one_line(errors[key])}", flush=True)
+    return {key: program for key, program in programs.items() if key._replace(mode="forward") in programs}
+
+
+def measure(case: Case, peers: dict[str, Peer], modes: Collection[str], bound: float) -> list[dict[str, Any]]:
+    """The rows of a case."""
+    ours = random_inputs(case)
+    inputs = {OURS: ours} | {name: ours.of(peer) for name, peer in peers.items()}
+    programs = make_programs(case, make_functions(case, peers, modes), inputs)
+    if not programs:
+        return []
+    if Key(OURS, "forward") in programs:
+        inputs[OURS] = ours.given(*programs[Key(OURS, "forward")](ours))
+    seconds = time_in_turns({key: functools.partial(run, inputs[key.implementation]) for key, run in programs.items()})
+    return make_rows(case, seconds, modes, bound)
+
+
+def make_rows(case: Case, seconds: dict[Key, Quantiles], modes: Collection[str], bound: float) -> list[dict[str, Any]]:
+    """A row for each of these modes that was measured, or of which the parts were."""
+    seconds = dict(seconds)
+    for name, mode in list(seconds):
+        if mode == "both" and Key(name, "backward") not in seconds:
+            forward = seconds[Key(name, "forward")].p50
+            seconds[Key(name, "backward")] = Quantiles(*(x - forward for x in seconds[Key(name, "both")]))
+    rows = []
+    for (name, mode), quantiles in seconds.items():
+        p80, p50, p20 = (WORK[mode] * case.forward_flops / x / 1e12 for x in quantiles)
+        row = {"benchmark": "kernel", "case": case.name, "implementation": name, "workers": 1, "mode": mode}
+        row |= {"metric": "tflops", "unit": "TFLOP/s", "p20": p20, "p50": p50, "p80": p80, "bound": bound}
+        rows.append(row)
+    return [row for mode in modes for row in rows if row["mode"] == mode]
 
 
 def matmul_tflops() -> float:
@@ -42,39 +165,48 @@ def matmul_tflops() -> float:
     return 2 * 8192**3 / time_in_turns({"": functools.partial(jax.jit(jnp.dot), a, a)})[""].p50 / 1e12
 
 
-def measure(case: Case, bound: float) -> list[dict[str, object]]:
-    seconds = time_in_turns(make_calls(case))
-    forward = seconds["cudnn forward"].p50
-    seconds["cudnn backward"] = Quantiles(*(x - forward for x in seconds.pop("cudnn both")))
-    rows = []
-    for name, quantiles in seconds.items():
-        implementation, mode = name.split()
-        flops = case.forward_flops * (1 if mode == "forward" else 2.5)
-        p80, p50, p20 = (flops / x / 1e12 for x in quantiles)
-        common = {
-            "benchmark": "kernel",
-            "case": case.name,
-            "implementation": implementation,
-            "workers": 1,
-            "mode": mode,
-        }
-        rows.append(
-            common | {"metric": "tflops", "unit": "TFLOP/s", "p20": p20, "p50": p50, "p80": p80, "bound": bound}
-        )
-    rates = {f"{row['implementation']} {row['mode']}": row["p50"] for row in rows}
-    print(f"{case.name:22} " + "  ".join(f"{name} {rate:5.0f}" for name, rate in rates.items()), flush=True)
-    return rows
+def make_table(rows: dict[tuple[str, str, str], dict[str, str]], cases: Iterable[Case]) -> str:
+    """Markdown: TFLOP/s by case, and ours as a multiple of cuDNN; cases without a row of ours are left out."""
+    lines = []
+    for name in (case.name for case in cases if any((case.name, OURS, mode) in rows for mode in WORK)):
+        cells = [name]
+        for mode in ("forward", "backward"):
+            rates = {x: float(rows[name, x, mode]["p50"]) for x in LABELS if (name, x, mode) in rows}
+            cells += [f"{rates[x]:.0f}" if x in rates else "–" for x in LABELS]
+            cells += [f"{rates[OURS] / rates['cudnn']:.2f}" if {OURS, "cudnn"} <= rates.keys() else "–"]
+        lines.append(cells)
+    ours, *others = LABELS.values()
+    header = ["case"]
+    for mode in ("forward", "backward"):
+        header += [f"{mode}: {ours}", *others, f"{ours} / cuDNN"]
+    rule = ["---", *["--:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="*", choices=KERNEL, default=list(KERNEL))
-    parser.add_argument("--out", type=Path, default=RESULTS / "kernel.csv")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", default=KERNEL_DEFAULT, help="names or patterns such as '*_d128_*'")
+    parser.add_argument("--modes", nargs="*", choices=WORK, default=list(WORK))
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--out", type=Path, default=RESULTS / "kernel.csv", help="where rows are added, or read from")
+    parser.add_argument("--table", action="store_true", help="print the newest rows of the cases as Markdown")
     arguments = parser.parse_args()
+    try:
+        cases = select(arguments.cases)
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.table:
+        print(make_table(newest_rows(arguments.out), cases))
+        return
+    peers = available(arguments.peers)
     bound = matmul_tflops()
     print(f"matrix product {bound:.0f} TFLOP/s", flush=True)
-    for name in arguments.cases:
-        write_rows(arguments.out, measure(KERNEL[name], bound))
+    for case in cases:
+        rows = measure(case, peers, arguments.modes, bound)
+        write_rows(arguments.out, rows)
+        for mode in arguments.modes:
+            rates = (f"{row['implementation']} {row['p50']:4.0f}" for row in rows if row["mode"] == mode)
+            print(f"{case.name:24} {mode:8}  {'  '.join(rates)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,70 @@
+"""TFLOP/s of the block kernels and their peers against the number of tokens: `python -m benchmarks.plot`."""
+
+import argparse
+import statistics
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from benchmarks.cases import KERNEL, TOKENS
+from benchmarks.harness import RESULTS, newest_rows
+from benchmarks.peers import LABELS
+
+HEAD_DIMS = (64, 128, 256)
+KINDS = tuple((visible, mode) for visible in ("causal", "full") for mode in ("forward", "backward"))
+# Okabe and Ito's colours, which every kind of colour vision tells apart; the marks say the same.
+STYLES = {
+    "hopper": {"color": "#D55E00", "marker": "o", "linewidth": 2.2, "zorder": 3},
+    "cudnn": {"color": "#0072B2", "marker": "s"},
+    "tokamax": {"color": "#009E73", "marker": "^"},
+    "in_tree": {"color": "#CC79A7", "marker": "D"},
+}
+
+
+def draw(rows: dict[tuple[str, str, str], dict[str, str]]) -> Figure:
+    """Of the cases with as many key/value heads as query heads, a panel for each mask, mode and head dim."""
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    panels = figure.subplots(len(KINDS), len(HEAD_DIMS), sharex=True, sharey=True)
+    handles = {}
+    for (visible, mode), line in zip(KINDS, panels, strict=True):
+        line[0].set_ylabel(f"{visible}, {mode}\nTFLOP/s", fontsize=9)
+        for H, axes in zip(HEAD_DIMS, line, strict=True):
+            cases = {name: case.T for name, case in KERNEL.items() if name.endswith(f"_d{H}_mha_{visible}")}
+            drawn = []
+            for name, style in STYLES.items():
+                points = {T: rows[case, name, mode] for case, T in cases.items() if (case, name, mode) in rows}
+                if points:
+                    rates = [float(row["p50"]) for row in points.values()]
+                    (handles[LABELS[name]],) = axes.plot(
+                        list(points), rates, **{"linewidth": 1.4, "markersize": 4} | style
+                    )
+                    drawn += points.values()
+            if drawn:
+                bound = statistics.median(float(row["bound"]) for row in drawn)
+                handles["matrix product"] = axes.axhline(bound, color="0.4", linestyle="--", linewidth=1)
+            axes.grid(color="0.9")
+            axes.tick_params(labelsize=8)
+    for H, axes in zip(HEAD_DIMS, panels[0], strict=True):
+        axes.set_title(f"head dim {H}", fontsize=9)
+    for axes in panels[-1]:
+        axes.set_xlabel("tokens", fontsize=9)
+    axes = panels[0, 0]
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(TOKENS[0] / 1.3, TOKENS[-1] * 1.3)
+    axes.set_xticks(TOKENS, [f"{T // 1024}K" for T in TOKENS])
+    axes.set_ylim(bottom=0)
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
+    return figure
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=Path, default=RESULTS / "kernel.csv")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "docs" / "kernel_tflops.png")
+    arguments = parser.parse_args()
+    draw(newest_rows(arguments.rows)).savefig(arguments.out, dpi=180)
+    print(arguments.out)
+
+
+if __name__ == "__main__":
+    main()
