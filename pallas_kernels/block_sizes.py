@@ -93,14 +93,17 @@ TABLE: Mapping[Key, Blocks] = {
 }
 # What the tune command tries, beside the entry of the table.
 CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
-    ("forward", 64): (ForwardBlocks(), ForwardBlocks(stages=4), _FORWARD[64]),
-    ("forward", 128): (ForwardBlocks(), ForwardBlocks(keys=64, stages=4)),
-    ("forward", 192): (ForwardBlocks(keys=64), ForwardBlocks(keys=64, stages=3)),
-    ("forward", 256): (ForwardBlocks(keys=64),),
-    ("backward", 64): (_BACKWARD[64], BackwardBlocks(stages=3, swizzle=64, staging=32)),
-    ("backward", 128): (BackwardBlocks(), BackwardBlocks(has_prefetch=True)),
-    ("backward", 192): (_BACKWARD[192], BackwardBlocks(swizzle=64, staging=96, splits_keys=False, has_prefetch=True)),
-    ("backward", 256): (_BACKWARD[256], BackwardBlocks(staging=32, splits_keys=False, has_prefetch=True)),
+    ("forward", 64): (ForwardBlocks(), ForwardBlocks(stages=4)),
+    ("forward", 128): (ForwardBlocks(keys=64, stages=4),),
+    ("forward", 192): (ForwardBlocks(keys=64, stages=3),),
+    ("forward", 256): (),
+    ("backward", 64): (BackwardBlocks(stages=3, swizzle=64, staging=32),),
+    ("backward", 128): (BackwardBlocks(has_prefetch=True),),
+    ("backward", 192): (BackwardBlocks(swizzle=64, staging=96, splits_keys=False, has_prefetch=True),),
+    ("backward", 256): (
+        BackwardBlocks(stages=1, splits_keys=False),
+        BackwardBlocks(stages=1, staging=128, splits_keys=False),
+    ),
 }
 
 
@@ -149,4 +152,4 @@ def check_shared_memory(scratch: Any, blocks: Blocks) -> None:
             sizes[jax.tree_util.keystr(path)] = num_bytes + -num_bytes % ALIGNMENT
     if sum(sizes.values()) + ALIGNMENT > SHARED_MEMORY:
         listed = ", ".join(f"{name} {size // 1024} KiB" for name, size in sizes.items())
-        raise ValueError(f"{blocks}: {listed}: more than the {SHARED_MEMORY // 1024} KiB of shared memory")
+        raise ValueError(f"more than the {SHARED_MEMORY // 1024} KiB of shared memory: {listed}, of {blocks}")
