@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class BackwardBlocks:
     half of the head dim fills whole rows. staging: columns of dq, dk, dv that leave at a time.
     splits_keys: each warpgroup takes 64 of 128 keys, with all columns of dk and dv; without, both take the same 64 keys
     and half of the columns, the scores twice: where the sums would not fit in registers otherwise.
-    has_prefetch: the next tile's scores are made while this one's gradients are; it takes registers.
+    has_prefetch: the next tile's scores are made while this one's gradients are; it takes registers. is_frugal: fewer
+    registers, since P' dO ends before dq begins and dS' is read from shared memory.
     """
 
     stages: int = 2
@@ -57,6 +58,7 @@ class BackwardBlocks:
     staging: int = 64
     splits_keys: bool = True
     has_prefetch: bool = False
+    is_frugal: bool = False
     compute_registers: int = 240
     copy_registers: int = 24
 
@@ -98,10 +100,19 @@ CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
     ("forward", 192): (ForwardBlocks(keys=64, stages=3),),
     ("forward", 256): (),
     ("backward", 64): (BackwardBlocks(stages=3, swizzle=64, staging=32),),
-    ("backward", 128): (BackwardBlocks(has_prefetch=True),),
-    ("backward", 192): (BackwardBlocks(swizzle=64, staging=96, splits_keys=False, has_prefetch=True),),
+    ("backward", 128): (
+        BackwardBlocks(is_frugal=True),
+        BackwardBlocks(has_prefetch=True),
+        BackwardBlocks(has_prefetch=True, is_frugal=True),
+    ),
+    ("backward", 192): (
+        replace(_BACKWARD[192], is_frugal=True),
+        replace(_BACKWARD[192], has_prefetch=True),
+        replace(_BACKWARD[192], has_prefetch=True, is_frugal=True),
+    ),
     ("backward", 256): (
-        BackwardBlocks(stages=1, splits_keys=False),
+        replace(_BACKWARD[256], is_frugal=True),
+        BackwardBlocks(stages=1, staging=128, splits_keys=False, is_frugal=True),
         BackwardBlocks(stages=1, staging=128, splits_keys=False),
     ),
 }

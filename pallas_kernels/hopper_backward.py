@@ -373,7 +373,8 @@ class _Worker:
         accumulators = [plgpu.ACC(self.shape, jnp.float32)] * (1 if blocks.has_prefetch else 2)
         weights, dscores = (x.astype(plan.dtype) for x in pl.run_scoped(gradient, *accumulators))
         own_scores = dscores_tile.at[self.keys if blocks.splits_keys else pl.ds(0, KEYS_PER_WARPGROUP)]
-        if plan.has_dq or plan.is_interpreted:
+        has_shared_scores = blocks.is_frugal or plan.is_interpreted
+        if plan.has_dq or has_shared_scores:
             own_scores[...] = dscores
             plgpu.commit_smem()
         if plan.has_dq and blocks.splits_keys:
@@ -381,6 +382,8 @@ class _Worker:
 
         def products(dq_ref, next_ref=None):
             self.multiply(self.dv_ref, weights, dout.at[:, self.columns])
+            if blocks.is_frugal:
+                plgpu.wgmma_wait(0)
             if next_ref is not None:
                 pl.when(has_next)(lambda: plgpu.barrier_wait(scratch.full.at[next_slot]))
                 self.issue_scores(next_ref, next_slot)
@@ -388,7 +391,7 @@ class _Worker:
                 plgpu.barrier_wait(scratch.dscores_full)
             if plan.has_dq:
                 plgpu.wgmma(dq_ref, dscores_tile.transpose((1, 0)), scratch.k.at[:, _half(self.warpgroup, plan)])
-            plgpu.wgmma(self.dk_ref, own_scores if plan.is_interpreted else dscores, q.at[:, self.columns])
+            plgpu.wgmma(self.dk_ref, own_scores if has_shared_scores else dscores, q.at[:, self.columns])
             if plan.has_dq:  # wait_n=1: it is on its way to memory while dS' Q is made
                 dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
                 store_rows(dq, scratch.staging.at[self.warpgroup], dq_at, None if plan.is_interpreted else "add")

@@ -1,5 +1,7 @@
 """Eight virtual CPU devices, strict dtype promotion; `--platform cuda` runs the same tests on GPUs."""
 
+import os
+
 import jax
 import pytest
 
@@ -14,6 +16,8 @@ def pytest_configure(config):
     # On CPUs the tests compile far more than they compute; this halves the time of a compilation.
     jax.config.update("jax_disable_most_optimizations", config.getoption("--platform") == "cpu")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
+    if config.getoption("--platform") == "cuda":  # on GPUs they would mostly choose algorithms of the float32 oracle
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 
 
 def pytest_collection_modifyitems(config, items):
