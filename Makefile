@@ -7,8 +7,9 @@ SETUP = sh .ci/setup
 # What constraints.txt is resolved with; the rest is whatever fits these.
 PINS = jax==0.11.2 jaxlib==0.11.2 flax==0.12.10 orbax-checkpoint==0.12.8
 JAX_NEXT = jax>=0.12,<0.13
+CUDA_PLUGIN = jax-cuda13-pjrt==0.11.2
 
-.PHONY: help train test lint format cuda12 cuda13 smoke-jax-next constraints clean
+.PHONY: help train test lint format cuda12 cuda13 assemble smoke-jax-next constraints clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9][a-z0-9 -]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
@@ -33,6 +34,9 @@ format: .venv/.ready-dev ## rewrite the files as lint wants them
 cuda12 cuda13: .venv/.ready ## add the GPU packages to .venv
 	@$(SETUP) .venv $@ constraints.txt
 
+assemble: build/cuda/.ready ## what the assembler makes of the Hopper kernels; needs no GPU
+	@JAX_PLATFORMS=cpu $(PY) -m benchmarks.assemble --plugin build/cuda/jax_plugins/xla_cuda13/xla_cuda_plugin.so $(ARGS)
+
 smoke-jax-next: build/jax-next/.ready ## the attention's tests and two steps of the main job on jax 0.12
 	@build/jax-next/bin/python -m pytest -n 2 --dist worksteal -q tests/test_distflash_attention.py $(ARGS)
 	@rm -rf build/jax-next/run
@@ -52,6 +56,10 @@ clean: ## remove environments, builds and caches; runs/ stays
 # A stamp is written after a whole set-up only.
 .venv/.ready: pyproject.toml constraints.txt .ci/setup
 	@$(SETUP) .venv train,test constraints.txt
+	@touch $@
+
+build/cuda/.ready: .venv/.ready
+	@$(PY) -m pip install -qq --no-deps --upgrade --target build/cuda $(CUDA_PLUGIN)
 	@touch $@
 
 .venv/.ready-dev: .venv/.ready

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from benchmarks import cases, harness, kernel, peers, plot, tune
+from benchmarks import assemble, cases, harness, kernel, peers, plot, tune
 from benchmarks.cases import KERNEL, KERNEL_DEFAULT, Case, select
 from benchmarks.kernel import Key
 from pallas_kernels import BlockAttention, block_sizes, xla
@@ -281,3 +281,19 @@ def test_tuning_without_a_gpu_that_fits_is_refused_in_one_line(monkeypatch, caps
     with pytest.raises(SystemExit):
         tune.main()
     assert capsys.readouterr().err.endswith("error: hopper needs a GPU\n")
+
+
+def test_the_assemblers_report_is_read_and_must_be_there():
+    text = """ptxas info    : (C7519) warpgroup.arrive is injected in around line 1684
+        ptxas info    : (C7513) Potential Performance Loss: wgmma.mma_async instructions are serialized
+        104 bytes stack frame, 96 bytes spill stores, 120 bytes spill loads"""
+    assert assemble.read(text) == (96, {"C7513"})
+    with pytest.raises(ValueError, match="printed no report: no such symbol"):
+        assemble.read("no such symbol")
+
+
+@pytest.mark.parametrize("direction", assemble.DIRECTIONS)
+def test_there_is_one_module_to_assemble_for_each_entry(direction):
+    key = (direction, 64, "bfloat16", "segments")
+    (module,) = assemble.modules(key, TABLE[key])
+    assert module.startswith(b"ML")  # MLIR's bytecode
