@@ -82,7 +82,7 @@ _BACKWARD = {
     64: BackwardBlocks(stages=3, swizzle=64, staging=32, has_prefetch=True),
     128: BackwardBlocks(),
     192: BackwardBlocks(swizzle=64, staging=96, splits_keys=False),
-    256: BackwardBlocks(staging=32, splits_keys=False),
+    256: BackwardBlocks(staging=32, splits_keys=False, is_frugal=True),
 }
 TABLE: Mapping[Key, Blocks] = {
     (direction, head_dim, dtype, kind): blocks[head_dim]
@@ -90,7 +90,7 @@ TABLE: Mapping[Key, Blocks] = {
         (("forward", _FORWARD), ("backward", _BACKWARD), ("dq", _DQ)), HEAD_DIMS, ("bfloat16", "float16"), KINDS
     )
 } | {
-    ("backward", 256, dtype, "segments"): BackwardBlocks(stages=1, splits_keys=False)
+    ("backward", 256, dtype, "segments"): BackwardBlocks(stages=1, splits_keys=False, is_frugal=True)
     for dtype in ("bfloat16", "float16")
 }
 # What the tune command tries, beside the entry of the table.
@@ -111,9 +111,8 @@ CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
         replace(_BACKWARD[192], has_prefetch=True, is_frugal=True),
     ),
     ("backward", 256): (
-        replace(_BACKWARD[256], is_frugal=True),
+        replace(_BACKWARD[256], is_frugal=False),
         BackwardBlocks(stages=1, staging=128, splits_keys=False, is_frugal=True),
-        BackwardBlocks(stages=1, staging=128, splits_keys=False),
     ),
 }
 

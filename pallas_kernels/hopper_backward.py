@@ -267,31 +267,32 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
     def compute():
         plgpu.set_max_registers(plan.blocks.compute_registers, action="increase")
         plgpu.barrier_wait(scratch.keys_full)
-        own_keys = pl.ds(warpgroup * KEYS_PER_WARPGROUP if plan.blocks.splits_keys else 0, KEYS_PER_WARPGROUP)
+        first_key = warpgroup * KEYS_PER_WARPGROUP if plan.blocks.splits_keys else 0
         own_columns = pl.ds(0 if plan.blocks.splits_keys else warpgroup * plan.columns, plan.columns)
 
         def sums(dk_ref, dv_ref):
-            worker = _Worker(plan, scratch, warpgroup, own_keys, own_columns, dk_ref, dv_ref)
+            worker = _Worker(plan, scratch, warpgroup, first_key, own_columns, dk_ref, dv_ref)
 
-            def head(g, scores):
-                def step(tile, scores, is_masked):
-                    number = g * tiles_per_head + tile - start
+            def head(g, state):
+                def step(tile, state, is_masked):
+                    number, scores = state  # counted: a number that follows from the table would lie in each thread
                     dq = _dq_tile(dq_ref, key_tile, batch, tile, kv_head * group + g, warpgroup, plan)
-                    place = (mask, tile * ROWS, column + own_keys.start) if is_masked else None
-                    return worker.step(number, number + 1 < num_tiles, scores, place, dq)
+                    place = (mask, tile * ROWS, column + first_key) if is_masked else None
+                    return number + 1, worker.step(number, number + 1 < num_tiles, scores, place, dq)
 
-                scores = lax.fori_loop(start, full_start, partial(step, is_masked=True), scores)
-                scores = lax.fori_loop(full_start, full_stop, partial(step, is_masked=False), scores)
+                state = lax.fori_loop(start, full_start, partial(step, is_masked=True), state)
+                state = lax.fori_loop(full_start, full_stop, partial(step, is_masked=False), state)
                 if plan.window is not None or plan.has_segments:  # queries after those that see a key may not see it
-                    scores = lax.fori_loop(full_stop, stop, partial(step, is_masked=True), scores)
-                return scores
+                    state = lax.fori_loop(full_stop, stop, partial(step, is_masked=True), state)
+                return state
 
-            lax.fori_loop(0, group, head, worker.first_scores(num_tiles > 0) if plan.blocks.has_prefetch else None)
+            scores = worker.first_scores(num_tiles > 0) if plan.blocks.has_prefetch else None
+            lax.fori_loop(0, group, head, (jnp.int32(0), scores))
             return dk_ref[...], dv_ref[...]
 
         dk, dv = pl.run_scoped(sums, *[plgpu.ACC((KEYS_PER_WARPGROUP, plan.columns), jnp.float32)] * 2)
         for gradient, ref in ((dk * plan.scale, dk_ref), (dv, dv_ref)):
-            target = ref.at[batch, pl.ds(column + own_keys.start, KEYS_PER_WARPGROUP), kv_head, own_columns]
+            target = ref.at[batch, pl.ds(column + first_key, KEYS_PER_WARPGROUP), kv_head, own_columns]
             store_rows(gradient, scratch.staging.at[warpgroup], target)
         plgpu.wait_smem_to_gmem(0)
 
@@ -303,7 +304,7 @@ class _Worker:
     plan: Plan
     scratch: Scratch
     warpgroup: Scalar
-    keys: pl.Slice
+    first_key: Scalar
     columns: pl.Slice
     dk_ref: jax.Ref
     dv_ref: jax.Ref
@@ -325,13 +326,13 @@ class _Worker:
             spare[...] = left
             plgpu.wgmma(acc, spare, right)
 
-    def issue_scores(self, scores_ref, slot) -> None:
-        plgpu.wgmma(scores_ref, self.scratch.k.at[self.keys], self.scratch.q.at[slot].transpose((1, 0)))
+    def issue_scores(self, scores_ref, keys, slot) -> None:
+        plgpu.wgmma(scores_ref, self.scratch.k.at[keys], self.scratch.q.at[slot].transpose((1, 0)))
 
     def first_scores(self, has_tiles) -> Array:
         def scores(scores_ref):
             pl.when(has_tiles)(lambda: plgpu.barrier_wait(self.scratch.full.at[0]))
-            self.issue_scores(scores_ref, 0)
+            self.issue_scores(scores_ref, pl.ds(self.first_key, KEYS_PER_WARPGROUP), 0)
             return scores_ref[...]
 
         return pl.run_scoped(scores, plgpu.ACC(self.shape, jnp.float32))
@@ -342,6 +343,11 @@ class _Worker:
         scores: of this tile where they were prefetched; then those of the next tile are returned.
         """
         plan, scratch, blocks = self.plan, self.scratch, self.plan.blocks
+        # 0, which the compiler cannot know: addresses that do not change in the loop it would compute before it, and
+        # each would take two registers of every thread throughout.
+        zero = lax.shift_right_logical(number, jnp.int32(30))
+        keys = pl.ds(self.first_key + zero * KEYS_PER_WARPGROUP, KEYS_PER_WARPGROUP)
+        dq_columns = pl.ds((self.warpgroup + zero) * (plan.H // 2), plan.H // 2)
         slot, next_slot = lax.rem(number, blocks.stages), lax.rem(number + 1, blocks.stages)
         q, dout, stats = scratch.q.at[slot], scratch.dout.at[slot], scratch.stats.at[slot]
         if blocks.splits_keys:
@@ -356,8 +362,8 @@ class _Worker:
         def gradient(dweights_ref, scores_ref=None):
             tile = scores
             if scores_ref is not None:
-                self.issue_scores(scores_ref, slot)
-            plgpu.wgmma(dweights_ref, scratch.v.at[self.keys], dout.transpose((1, 0)))
+                self.issue_scores(scores_ref, keys, slot)
+            plgpu.wgmma(dweights_ref, scratch.v.at[keys], dout.transpose((1, 0)))
             if scores_ref is not None:  # the exponentials run while dP' is made
                 tile = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
             weights, slope = self.weights(tile, stats.at[0])
@@ -372,7 +378,7 @@ class _Worker:
 
         accumulators = [plgpu.ACC(self.shape, jnp.float32)] * (1 if blocks.has_prefetch else 2)
         weights, dscores = (x.astype(plan.dtype) for x in pl.run_scoped(gradient, *accumulators))
-        own_scores = dscores_tile.at[self.keys if blocks.splits_keys else pl.ds(0, KEYS_PER_WARPGROUP)]
+        own_scores = dscores_tile.at[keys if blocks.splits_keys else pl.ds(0, KEYS_PER_WARPGROUP)]
         has_shared_scores = blocks.is_frugal or plan.is_interpreted
         if plan.has_dq or has_shared_scores:
             own_scores[...] = dscores
@@ -386,11 +392,11 @@ class _Worker:
                 plgpu.wgmma_wait(0)
             if next_ref is not None:
                 pl.when(has_next)(lambda: plgpu.barrier_wait(scratch.full.at[next_slot]))
-                self.issue_scores(next_ref, next_slot)
+                self.issue_scores(next_ref, keys, next_slot)
             if plan.has_dq and blocks.splits_keys:
                 plgpu.barrier_wait(scratch.dscores_full)
             if plan.has_dq:
-                plgpu.wgmma(dq_ref, dscores_tile.transpose((1, 0)), scratch.k.at[:, _half(self.warpgroup, plan)])
+                plgpu.wgmma(dq_ref, dscores_tile.transpose((1, 0)), scratch.k.at[:, dq_columns])
             plgpu.wgmma(self.dk_ref, own_scores if has_shared_scores else dscores, q.at[:, self.columns])
             if plan.has_dq:  # wait_n=1: it is on its way to memory while dS' Q is made
                 dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
@@ -426,14 +432,11 @@ class _Worker:
         if plan.window is not None:
             seen &= rows < down(own + plan.window)
         if plan.has_segments:
-            k_ids = plgpu.load(self.scratch.k_ids.at[self.keys], layout=plgpu.Layout.WGMMA.reduce(1))
+            k_ids = plgpu.load(
+                self.scratch.k_ids.at[pl.ds(self.first_key, KEYS_PER_WARPGROUP)], layout=plgpu.Layout.WGMMA.reduce(1)
+            )
             seen &= down(k_ids) == self.across(stats.at[2])
         return seen
-
-
-def _half(warpgroup, plan: Plan):
-    """The columns of dq that a warpgroup makes."""
-    return pl.ds(warpgroup * (plan.H // 2), plan.H // 2)
 
 
 def _dq_tile(dq_ref, key_tile, batch, tile, q_head, warpgroup, plan: Plan):
@@ -442,7 +445,7 @@ def _dq_tile(dq_ref, key_tile, batch, tile, q_head, warpgroup, plan: Plan):
     if dq_ref is None:
         return None
     tiles = dq_ref.at[key_tile] if plan.is_interpreted else dq_ref
-    return tiles.at[batch, rows, q_head, _half(warpgroup, plan)]
+    return tiles.at[batch, rows, q_head, pl.ds(warpgroup * (plan.H // 2), plan.H // 2)]
 
 
 def _choose(is_peer, own, peer, box: Box, use: Callable[[tuple, Scalar, Scalar], None]) -> None:
