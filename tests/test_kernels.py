@@ -109,9 +109,15 @@ def own(*arrays):
     return Operand(arrays, Box(0, arrays[0].shape[1], 0, arrays[0].shape[2]), None, jnp.array(False))
 
 
+def skip_without_tiles_of_its_own(kernel, pair):
+    if kernel is IMPLEMENTATIONS["xla"] and pair.H != 64:
+        pytest.skip("to xla one head dim is like another")
+
+
 @KERNEL
 @PAIR
 def test_forward_equals_dense(kernel, dtype, atol, pair):
+    skip_without_tiles_of_its_own(kernel, pair)
     q, k, v, _ = random_arrays(pair, dtype)
     scale = pair.H**-0.5
     out, lse = kernel.forward(own(q), own(k, v), pair.mask(), scale, pair.softcap)
@@ -124,6 +130,7 @@ def test_forward_equals_dense(kernel, dtype, atol, pair):
 @PAIR
 def test_backward_equals_dense(kernel, dtype, atol, pair):
     """With a dlse, which enters through delta alone."""
+    skip_without_tiles_of_its_own(kernel, pair)
     q, k, v, dout = random_arrays(pair, dtype)
     scale = pair.H**-0.5
     exact = lambda *x: dense.attention(*x, pair.visible(), scale, pair.softcap)
@@ -203,7 +210,7 @@ def test_partial_results_have_the_dtype_that_the_caller_wants(kernel, dtype, ato
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-@pytest.mark.parametrize("sizes", [(16, 16), (8, 32), (32, 8)])
+@pytest.mark.parametrize("sizes", [(16, 16), (32, 8)])
 def test_tiles_that_the_mask_leaves_out_hide_everything_and_full_ones_nothing(pair, sizes):
     rows, keys = sizes
     table = {
