@@ -100,7 +100,9 @@ def modules(key: Key, blocks: Blocks) -> Iterator[bytes]:
     inputs = jax.eval_shape(functools.partial(random_inputs, case, dtype))
     lowered = jax.jit(function).trace(inputs).lower(lowering_platforms=("cuda",))
     name = {"forward": "hopper_forward", "backward": "hopper_backward", "dq": "hopper_dq"}[direction]
-    pending = [lowered.compiler_ir().operation]
+    program = lowered.compiler_ir()
+    assert program is not None
+    pending = [program.operation]
     while pending:
         operation = pending.pop()
         pending += [op.operation for region in operation.regions for block in region.blocks for op in block.operations]

@@ -192,7 +192,7 @@ def test_every_entry_of_the_table_lowers_for_an_h200_and_fits_in_shared_memory(k
     assert ("hopper_dq" in text) == (direction == "dq") and "hopper_backward" in text
 
 
-@pytest.mark.parametrize("kind", block_sizes.KINDS)
+@pytest.mark.parametrize("kind", ["causal", "segments"])
 def test_a_million_tokens_and_odd_lengths_with_peers_lower(kind):
     lowered((1, 2**20, 8, 2**20, 8, 128, "bfloat16"), kind=kind)
     lowered((2, 1003, 8, 777, 2, 128, "bfloat16"), kind=kind, has_peers=True)

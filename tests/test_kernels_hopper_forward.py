@@ -115,7 +115,7 @@ def test_every_entry_of_the_table_lowers_for_an_h200_and_fits_in_shared_memory(k
     assert not [line for line in text.splitlines() if "stablehlo.pad" in line and "f16>" in line]  # read as they lie
 
 
-@pytest.mark.parametrize("kind", block_sizes.KINDS)
+@pytest.mark.parametrize("kind", ["causal", "segments"])
 def test_a_million_tokens_lower(kind):
     lowered(1 << 20, 128, "bfloat16", kind)
 
