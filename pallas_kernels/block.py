@@ -80,6 +80,11 @@ class Operand(NamedTuple):
         return self._replace(own=tuple(map(pad, self.own)), peer=peer)
 
 
+def check_softcap(softcap: float | None) -> None:
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap}: must be positive or None")
+
+
 def vary_like(x: Array, like: Array) -> Array:
     """x, typed as varying over the mesh axes that `like` varies over: a kernel's results come out of it untyped."""
     missing = jax.typeof(like).manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying

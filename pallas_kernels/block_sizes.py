@@ -149,7 +149,13 @@ def _from_file(path: str | None) -> dict[Key, Blocks]:
         key = (direction, int(head_dim), dtype, kind)
         if key not in TABLE:
             raise ValueError(f"{path}: no entry {name!r}; an entry names direction, head dim, dtype and kind of mask")
-        entries[key] = type(TABLE[key])(**fields)
+        try:
+            entries[key] = type(TABLE[key])(**fields)
+        except TypeError as error:
+            known = sorted(asdict(TABLE[key]))
+            raise ValueError(
+                f"{path}: entry {name!r} has the fields {sorted(fields)}, must be some of {known}"
+            ) from error
     return entries
 
 

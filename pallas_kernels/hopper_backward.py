@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import block_sizes, hopper_dq
-from pallas_kernels.block import Box, Gradients, Operand, vary_like
+from pallas_kernels.block import Box, Gradients, Operand, check_softcap, vary_like
 from pallas_kernels.block_sizes import BackwardBlocks
 from pallas_kernels.hopper_rows import COPY_ROWS, LOG2_E, ROWS, row_tiles, store_rows, tanh
 from pallas_kernels.masks import Mask, Scalar
@@ -135,6 +135,7 @@ def backward(
     q, k = queries.own[0], keys.own[0]
     if q.dtype not in DTYPES or k.dtype != q.dtype:
         raise ValueError(f"q.dtype={q.dtype}, k.dtype={k.dtype}: must be the same and bfloat16 or float16")
+    check_softcap(softcap)
     head_dim = q.shape[-1]
     H = block_sizes.padded_head_dim(head_dim)
     if head_dim != H:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import block_sizes
-from pallas_kernels.block import Operand
+from pallas_kernels.block import Operand, check_softcap
 from pallas_kernels.block_sizes import ForwardBlocks
 from pallas_kernels.masks import Mask
 
@@ -91,6 +91,7 @@ def prepare(
         raise ValueError(f"{N} query heads: must be a multiple of the {K} key/value heads")
     if scale <= 0:
         raise ValueError(f"scale={scale}: must be positive, the running maximum is taken before scaling")
+    check_softcap(softcap)
     num_rows, num_keys = queries.box.num_rows, keys.box.num_rows
     H = block_sizes.padded_head_dim(q.shape[-1])
     queries, keys = queries.aligned(COPY_ROWS), keys.aligned(COPY_ROWS)

@@ -33,6 +33,10 @@ class Mask:
     window: int | None = field(default=None, metadata={"static": True})
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
 
+    def __post_init__(self):
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window}: must be at least 1, the query itself, or None")
+
     @property
     def kind(self) -> str:
         """The costliest thing in it, by which tile sizes are chosen: full, causal, window or segments."""

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.block import BlockAttention, Gradients, Operand, Partial
+from pallas_kernels.block import BlockAttention, Gradients, Operand, Partial, check_softcap
 from pallas_kernels.masks import Mask
 
 ROWS_PER_TILE = 256
@@ -119,6 +119,7 @@ def _scores(
 ) -> tuple[Float[Array, "B T K G S"], Float[Array, "B T K G S"] | float]:
     """The scores, and their derivative by q k^T."""
     scores = _dot("bqkgh,bskh->bqkgs", q_tile, k_tile) * scale
+    check_softcap(softcap)
     if softcap is None:
         return scores, scale
     bounded = jnp.tanh(scores / softcap)

@@ -258,6 +258,14 @@ def test_an_unknown_entry_of_a_file_of_block_sizes_is_refused(tmp_path, monkeypa
         block_sizes.find("forward", 128, jnp.bfloat16, "full")
 
 
+def test_an_unknown_field_of_a_file_is_refused_with_those_that_there_are(tmp_path, monkeypatch):
+    path = tmp_path / "block_sizes.json"
+    path.write_text('{"forward 128 bfloat16 causal": {"kyes": 64}}')
+    monkeypatch.setenv(block_sizes.FILE_VARIABLE, str(path))
+    with pytest.raises(ValueError, match=r"has the fields \['kyes'\], must be some of .*'keys'"):
+        block_sizes.find("forward", 128, jnp.bfloat16, "full")
+
+
 @pytest.mark.parametrize("direction, head_dim", CANDIDATES)
 def test_every_candidate_lowers_for_an_h200_and_fits_in_shared_memory(direction, head_dim):
     key = (direction, head_dim, "bfloat16", "causal")

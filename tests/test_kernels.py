@@ -291,3 +291,21 @@ def test_the_best_kernel_of_the_device_is_chosen_and_says_why(device, dtype, hea
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="implementation='cudnn': must be None or one of"):
         choose("cudnn", **H200, dtype=jnp.dtype(jnp.bfloat16), head_dim=128)
+
+
+def test_a_window_without_the_query_itself_is_refused():
+    with pytest.raises(ValueError, match="window=0: must be at least 1"):
+        Mask(0, 0, 8, True, window=0)
+
+
+@KERNEL
+def test_a_softcap_that_bounds_nothing_is_refused(kernel, dtype, atol):
+    pair = Pair()
+    q, k, v, dout = random_arrays(pair, dtype)
+    rows = jnp.ones(q.shape[:3])
+    for call in (
+        lambda: kernel.forward(own(q), own(k, v), pair.mask(), 0.1, 0.0),
+        lambda: kernel.backward(own(q, dout, rows, rows), own(k, v), pair.mask(), 0.1, 0.0),
+    ):
+        with pytest.raises(ValueError, match=r"softcap=0\.0: must be positive or None"):
+            call()
