@@ -1,7 +1,7 @@
 """Block kernels on one GPU beside their peers, in turns in one process: `python -m benchmarks.kernel`.
 
-Modes: forward; backward, given what the forward returned; both, in one program. A peer has no backward alone: its
-backward is both minus forward. The bound of a row is the rate of a bfloat16 matrix product of 8192 x 8192 in the same
+Modes: forward; backward, given what the forward returned; both, in one program; deterministic, a backward of ours alone
+that repeats bit by bit. A peer has no backward alone: its backward is both minus forward. The bound of a row is the rate of a bfloat16 matrix product of 8192 x 8192 in the same
 run. What cannot run is named in one line and left out. `--table` measures nothing and prints the newest rows.
 """
 
@@ -24,7 +24,8 @@ from benchmarks.peers import LABELS, PEERS, Peer, available, one_line
 from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Box, Mask, Operand
 
 OURS = "hopper"
-WORK = {"forward": 1, "backward": 2.5, "both": 3.5}  # of each mode, in units of the forward's operations
+# Of each mode, in units of the forward's operations; deterministic counts what it must do, not what it does twice.
+WORK = {"forward": 1, "backward": 2.5, "both": 3.5, "deterministic": 2.5}
 
 
 class Key(NamedTuple):
@@ -81,8 +82,15 @@ def block_functions(case: Case, kernel: BlockAttention) -> dict[str, Function]:
     """A block kernel's function of each mode; they return what peers return, in the dtype of the inputs."""
     scale = case.H**-0.5
     forward = lambda x: kernel.forward(*operands(case, x, x.q), scale, None, x.q.dtype)
-    backward = lambda x: kernel.backward(*operands(case, x, x.q, x.dout, x.lse, x.delta), scale, None, x.q.dtype)
-    return {"forward": forward, "backward": backward, "both": lambda x: backward(x.given(*forward(x)))}
+    backward = lambda x, deterministic=False: kernel.backward(
+        *operands(case, x, x.q, x.dout, x.lse, x.delta), scale, None, x.q.dtype, deterministic=deterministic
+    )
+    return {
+        "forward": forward,
+        "backward": backward,
+        "both": lambda x: backward(x.given(*forward(x))),
+        "deterministic": lambda x: backward(x, deterministic=True),
+    }
 
 
 def make_functions(case: Case, peers: dict[str, Peer], modes: Collection[str]) -> dict[Key, Function]:

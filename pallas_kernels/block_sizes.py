@@ -95,25 +95,17 @@ TABLE: Mapping[Key, Blocks] = {
 }
 # What the tune command tries, beside the entry of the table.
 CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
-    ("forward", 64): (ForwardBlocks(), ForwardBlocks(stages=4)),
+    ("forward", 64): (ForwardBlocks(), ForwardBlocks(stages=4), ForwardBlocks(keys=192), ForwardBlocks(keys=192, stages=3)),
     ("forward", 128): (ForwardBlocks(keys=64, stages=4),),
     ("forward", 192): (ForwardBlocks(keys=64, stages=3),),
     ("forward", 256): (),
-    ("backward", 64): (BackwardBlocks(stages=3, swizzle=64, staging=32),),
-    ("backward", 128): (
-        BackwardBlocks(is_frugal=True),
-        BackwardBlocks(has_prefetch=True),
-        BackwardBlocks(has_prefetch=True, is_frugal=True),
+    ("backward", 64): (
+        BackwardBlocks(stages=3, swizzle=64, staging=32),
+        replace(_BACKWARD[64], is_frugal=True),
     ),
-    ("backward", 192): (
-        replace(_BACKWARD[192], is_frugal=True),
-        replace(_BACKWARD[192], has_prefetch=True),
-        replace(_BACKWARD[192], has_prefetch=True, is_frugal=True),
-    ),
-    ("backward", 256): (
-        replace(_BACKWARD[256], is_frugal=False),
-        BackwardBlocks(stages=1, staging=128, splits_keys=False, is_frugal=True),
-    ),
+    ("backward", 128): (BackwardBlocks(is_frugal=True),),
+    ("backward", 192): (replace(_BACKWARD[192], is_frugal=True),),
+    ("backward", 256): (BackwardBlocks(stages=1, staging=128, splits_keys=False, is_frugal=True),),
 }
 
 
