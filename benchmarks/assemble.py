@@ -90,13 +90,11 @@ def modules(key: Key, blocks: Blocks) -> Iterator[bytes]:
     """The Mosaic GPU modules of a call with these blocks; of a deterministic backward, that which makes dq."""
     direction, _, dtype, _ = key
     kernel = IMPLEMENTATIONS[OURS]
-    if direction == "dq":
-        kernel = dataclasses.replace(kernel, backward=functools.partial(kernel.backward, deterministic=True))
-    else:
+    if direction != "dq":
         function = functools.partial(getattr(kernel, direction), blocks=blocks)
         kernel = dataclasses.replace(kernel, **{direction: function})
     case = make_case(key, tokens=4096, heads=4)
-    function = block_functions(case, kernel)["forward" if direction == "forward" else "backward"]
+    function = block_functions(case, kernel)["deterministic" if direction == "dq" else direction]
     inputs = jax.eval_shape(functools.partial(random_inputs, case, dtype))
     lowered = jax.jit(function).trace(inputs).lower(lowering_platforms=("cuda",))
     name = {"forward": "hopper_forward", "backward": "hopper_backward", "dq": "hopper_dq"}[direction]

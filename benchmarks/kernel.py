@@ -82,8 +82,8 @@ def block_functions(case: Case, kernel: BlockAttention) -> dict[str, Function]:
     """A block kernel's function of each mode; they return what peers return, in the dtype of the inputs."""
     scale = case.H**-0.5
     forward = lambda x: kernel.forward(*operands(case, x, x.q), scale, None, x.q.dtype)
-    backward = lambda x, deterministic=False: kernel.backward(
-        *operands(case, x, x.q, x.dout, x.lse, x.delta), scale, None, x.q.dtype, deterministic=deterministic
+    backward = lambda x, **options: kernel.backward(
+        *operands(case, x, x.q, x.dout, x.lse, x.delta), scale, None, x.q.dtype, **options
     )
     return {
         "forward": forward,

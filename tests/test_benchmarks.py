@@ -109,8 +109,9 @@ def test_a_case_is_measured_beside_its_peers_and_a_peer_that_raises_costs_one_li
     monkeypatch.setattr(kernel, "OURS", "xla")
     monkeypatch.setattr(harness, "TURN", 1e-4)
     rows = kernel.measure(SMALL["causal"], present, list(kernel.WORK), bound=7.0)
-    complete = {(name, mode) for name in ("xla", "halves") for mode in kernel.WORK}
-    assert {(row["implementation"], row["mode"]) for row in rows} == complete | {("forward_only", "forward")}
+    complete = {(name, mode) for name in ("xla", "halves") for mode in ("forward", "backward", "both")}
+    alone = {("xla", "deterministic"), ("forward_only", "forward")}
+    assert {(row["implementation"], row["mode"]) for row in rows} == complete | alone
     assert all(row["bound"] == 7 and row["case"] == "0k_d64_gqa_causal" for row in rows)
     assert sorted(capsys.readouterr().out.splitlines()) == [
         "0k_d64_gqa_causal        both      forward_only left out, NotImplementedError: not this one",
