@@ -1,7 +1,7 @@
 """Run a schedule on the workers of a mesh axis: fetch, compute, return, merge. Called inside shard_map.
 
-Each step fetches what the next one needs before it computes, so that messages can travel behind the kernel; results of
-tasks on fetched chunks go back the way the chunks came. Sums and merges over the steps are float32.
+Each step fetches what the next one needs before it computes, and results of tasks on fetched chunks go back the way the
+chunks came while the next step computes: messages can travel behind kernels. Sums and merges over steps are float32.
 
 Source: DISTFLASHATTN, arXiv 2310.03294, algorithms 1 and 2.
 """
@@ -16,12 +16,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from distflash_jax.merge import merge
-from distflash_jax.schedule import Part, Permutation, Schedule, Side, Step
+from distflash_jax.schedule import WHOLE, Part, Permutation, Schedule, Side, Step
 from pallas_kernels.block import BlockAttention, Box, Gradients, Operand
 from pallas_kernels.masks import Mask
 
 Arrays = tuple[Array, ...]
-Combine = Callable[[Arrays, Arrays, Box, Bool[Array, ""]], Arrays]
+Combine = Callable[[Arrays | None, Arrays, Bool[Array, ""] | None], Arrays]
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,8 @@ def forward(
     plan: Plan, q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """(out, lse) of this worker's queries against all keys; out in the dtype of q, lse float32."""
-    steps = _run(plan, "forward", plan.kernel.forward, (q,), (k, v))
-    _, _, _, total = next(steps)  # step 0 is the diagonal: every worker's own chunks, whole
-    for step, queries, _, partial in steps:
-        total = _collect(plan, total, partial, queries, step.q, _merge)
-    out, lse = total
+    results = [_Total("q", (0, 1), _merge)]
+    out, lse = _run(plan, "forward", plan.kernel.forward, (q,), (k, v), results)
     return out.astype(q.dtype), lse
 
 
@@ -66,12 +63,35 @@ def backward(
     Helpers receive q, dout, lse and delta, never out; dk and dv travel summed over their group of heads.
     """
     kernel = functools.partial(plan.kernel.backward, deterministic=plan.deterministic)
-    steps = _run(plan, "backward", kernel, (q, dout, lse, delta), (k, v))
-    _, _, _, (dq, dk, dv) = next(steps)  # step 0 is the diagonal: every worker's own chunks, whole
-    for step, queries, keys, partial in steps:
-        (dq,) = _collect(plan, (dq,), partial[:1], queries, step.q, _add)
-        dk, dv = _collect(plan, (dk, dv), partial[1:], keys, step.kv, _add)
+    results = [_Total("q", (0,), _add), _Total("kv", (1, 2), _add)]
+    dq, dk, dv = _run(plan, "backward", kernel, (q, dout, lse, delta), (k, v), results)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+class _Total:
+    """Results on this worker's own chunk so far, for each part into which the diagonal is cut.
+
+    side: "q" or "kv", that of the chunk. indices: which of the kernel's results. combine: two of them into one.
+    """
+
+    def __init__(self, side: str, indices: Sequence[int], combine: Combine):
+        self.side, self.indices, self.combine = side, indices, combine
+        self.parts: dict[Part, Arrays] = {}
+
+    def include(self, plan: Plan, part: Part, partial: Arrays, is_valid: Bool[Array, ""] | None) -> None:
+        """Takes results of a part of the chunk in; is_valid: whether they are this worker's, None if all workers' are."""
+        for own in getattr(plan.schedule, f"{self.side}_parts"):
+            if part not in (own, WHOLE):
+                continue
+            piece = partial if part == own else tuple(_box(own, x).take(x) for x in partial)
+            self.parts[own] = self.combine(self.parts.get(own), piece, is_valid)
+
+    def whole(self, num_rows: int) -> Arrays:
+        """The results of the whole chunk, of so many rows."""
+        parts = sorted(self.parts)
+        axis = 2 if parts[0].cut == "heads" else 1
+        arrays = zip(*(self.parts[part] for part in parts), strict=True)
+        return tuple(jnp.concatenate(pieces, axis)[:, :num_rows] for pieces in arrays)
 
 
 def _run(
@@ -80,12 +100,14 @@ def _run(
     kernel: Callable[..., Arrays],
     q_side: Arrays,
     kv_side: Arrays,
-) -> Iterator[tuple[Step, Operand, Operand, Arrays]]:
-    """Each step with its operands and what the kernel made of them, while the next step's operands are on their way."""
+    totals: Sequence[_Total],
+) -> Arrays:
+    """What the kernel makes of all steps, on this worker's own chunks: the results of all totals, in their order."""
     steps = plan.schedule.steps
     # What is merged or summed over steps is float32; one worker alone needs no more than the inputs' dtype.
     dtype = jnp.float32 if len(steps) > 1 else q_side[0].dtype
-    fetched_q = fetched_kv = None
+    lengths = {"q": q_side[0].shape[1], "kv": kv_side[0].shape[1]}
+    fetched_q = fetched_kv = returned = None
     for number, step in enumerate(steps):
         with jax.named_scope(f"{direction}_step_{number}"):
             queries = _operand(plan, q_side, fetched_q, step.q)
@@ -95,11 +117,42 @@ def _run(
                 fetched_kv = _fetch(plan, kv_side, steps[number + 1].kv)
             with jax.named_scope("compute"):
                 partial = kernel(queries, keys, _mask(plan, step, queries, keys), plan.scale, dtype=dtype)
-            # The next step's sends depend on this kernel: memory for fetched chunks does not grow with the workers.
-            q_side, kv_side, fetched_q, fetched_kv, partial = lax.optimization_barrier(
-                (q_side, kv_side, fetched_q, fetched_kv, partial)
+            # The next step's sends depend on this kernel: memory for messages does not grow with the workers. And what
+            # the step before returns is not waited for until this kernel is done.
+            q_side, kv_side, fetched_q, fetched_kv, partial, returned = lax.optimization_barrier(
+                (q_side, kv_side, fetched_q, fetched_kv, partial, returned)
             )
-            yield step, queries, keys, partial
+            _include_returned(plan, totals, steps[number - 1], returned)
+            returned = _return(plan, totals, step, partial)
+            with jax.named_scope("merge"):
+                for total in totals:
+                    side, operand = getattr(step, total.side), {"q": queries, "kv": keys}[total.side]
+                    is_own = ~operand.is_peer if side.fetch else None
+                    total.include(plan, side.own, tuple(partial[i] for i in total.indices), is_own)
+    _include_returned(plan, totals, steps[-1], returned)
+    return tuple(x for total in totals for x in total.whole(lengths[total.side]))
+
+
+def _return(plan: Plan, totals: Sequence[_Total], step: Step, partial: Arrays) -> list[Arrays | None]:
+    """For each total what peers made of this worker's chunk, one message an array; None if nobody fetched it."""
+    with jax.named_scope("return"):
+        return [
+            _send(tuple(partial[i] for i in total.indices), side.returns, plan.axis) if side.fetch else None
+            for total in totals
+            for side in [getattr(step, total.side)]
+        ]
+
+
+def _include_returned(
+    plan: Plan, totals: Sequence[_Total], step: Step, returned: Sequence[Arrays | None] | None
+) -> None:
+    with jax.named_scope("merge"):
+        for total, arrays in zip(totals, returned or (), strict=False):
+            if arrays is not None:
+                side = getattr(step, total.side)
+                owners = [owner for owner, _ in side.fetch]
+                is_owner = _per_worker(plan, [worker in owners for worker in range(plan.schedule.num_workers)])
+                total.include(plan, side.peer, arrays, is_owner)
 
 
 def _fetch(plan: Plan, own: Arrays, side: Side) -> Arrays | None:
@@ -138,31 +191,18 @@ def _mask(plan: Plan, step: Step, queries: Operand, keys: Operand) -> Mask:
     )
 
 
-def _collect(plan: Plan, total: Arrays, partial: Arrays, operand: Operand, side: Side, combine: Combine) -> Arrays:
-    """The total with this step's results on the worker's own chunk: those it computed and those that peers return."""
-    with jax.named_scope("merge"):
-        total = combine(total, partial, operand.box, ~operand.is_peer)
-    if not side.fetch:
-        return total
-    with jax.named_scope("return"):
-        returned = _send(partial, side.returns, plan.axis)
-    owners = [owner for owner, _ in side.fetch]
-    is_owner = _per_worker(plan, [worker in owners for worker in range(plan.schedule.num_workers)])
-    with jax.named_scope("merge"):
-        return combine(total, returned, _box(side.peer, total[0]), is_owner)
-
-
-def _merge(total: Arrays, partial: Arrays, box: Box, is_valid: Bool[Array, ""]) -> Arrays:
-    """(out, lse) of `total` with a partial result of its box merged in, if valid."""
-    (total_out, total_lse), (out, lse) = map(box.take, total), partial
+def _merge(total: Arrays | None, partial: Arrays, is_valid: Bool[Array, ""] | None) -> Arrays:
+    """(out, lse) of `total` with a partial result of the same rows merged in, if valid."""
+    out, lse = partial
     # A worker that receives nothing gets zeros, and 0 is a legal lse: only -inf says that no key was seen.
-    merged = merge((total_out, total_lse), (out, jnp.where(is_valid, lse, -jnp.inf)))
-    return tuple(map(box.put, total, merged))
+    partial = out, lse if is_valid is None else jnp.where(is_valid, lse, -jnp.inf)
+    return partial if total is None else merge(total, partial)
 
 
-def _add(total: Arrays, partial: Arrays, box: Box, is_valid: Bool[Array, ""]) -> Arrays:
-    """`total` with a partial sum of its box added, if valid."""
-    return tuple(box.put(x, box.take(x) + jnp.where(is_valid, y, 0.0)) for x, y in zip(total, partial, strict=True))
+def _add(total: Arrays | None, partial: Arrays, is_valid: Bool[Array, ""] | None) -> Arrays:
+    """`total` with partial sums added, if valid."""
+    partial = partial if is_valid is None else tuple(jnp.where(is_valid, x, 0.0) for x in partial)
+    return partial if total is None else tuple(x + y for x, y in zip(total, partial, strict=True))
 
 
 def _box(part: Part, chunk: Float[Array, "B T N ..."]) -> Box:

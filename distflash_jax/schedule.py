@@ -5,8 +5,9 @@ and sends its results back. Everything else follows from the table: who sends wh
 time and traffic. A new schedule is one function that returns a table; no reader asks which schedule it has.
 
 Source: DISTFLASHATTN, arXiv 2310.03294, sections 3.1 and 3.2 and appendix B. Unlike its algorithm 2, the tables here
-are complete for odd P (helpers work through step floor((P-1)/2)), and the last step of an even P is split between the
-owner and the helper, so that nobody idles.
+are complete for odd P (helpers work through step floor((P-1)/2)), and the last pairs of an even P are split between
+owner and helper, so that nobody idles. Half of the diagonal, which needs no messages, comes first and half comes last: the
+first fetch and the last return travel meanwhile.
 """
 
 import functools
@@ -98,7 +99,7 @@ def _side(tasks: Sequence[Task | None], chunk: Callable[[Task], int], part: Call
 
 @dataclass(frozen=True)
 class Schedule:
-    """A valid table: every pair that the mask can see exactly once, the diagonal first, fetches partial bijections.
+    """A valid table: every pair that the mask can see exactly once, own chunks first, fetches partial bijections.
 
     Raises:
         ValueError: the table breaks one of these rules; the message names step and worker.
@@ -112,10 +113,21 @@ class Schedule:
         _check_workers_own_an_operand(self)
         _check_fetches_are_bijections(self)
         _check_pairs_are_computed_once(self)
+        _check_parts_are_of_the_diagonal(self)
 
     @property
     def num_workers(self) -> int:
         return len(self.steps[0].tasks)
+
+    @property
+    def q_parts(self) -> tuple[Part, ...]:
+        """Those of a query chunk into which the diagonal is cut."""
+        return tuple(sorted({step.q.own for step in self.steps if _is_diagonal(step)}))
+
+    @property
+    def kv_parts(self) -> tuple[Part, ...]:
+        """Those of a key/value chunk."""
+        return tuple(sorted({step.kv.own for step in self.steps if _is_diagonal(step)}))
 
     def work(self, task: Task | None) -> Fraction:
         """Cost of a task in units of one whole chunk pair; a causal diagonal is half a unit."""
@@ -156,6 +168,10 @@ class Schedule:
         return "\n".join(f"step {number}  {line}" for number, line in enumerate(lines))
 
 
+def _is_diagonal(step: Step) -> bool:
+    return all(task is not None and task.q == task.kv for task in step.tasks)
+
+
 def _check_workers_own_an_operand(schedule: Schedule) -> None:
     for number, step in enumerate(schedule.steps):
         if len(step.tasks) != schedule.num_workers:
@@ -163,8 +179,8 @@ def _check_workers_own_an_operand(schedule: Schedule) -> None:
         for worker, task in enumerate(step.tasks):
             if task is not None and worker not in (task.q, task.kv):
                 raise ValueError(f"step {number}: worker {worker} owns neither operand of {task}")
-    if schedule.steps[0].tasks != tuple(Task(worker, worker) for worker in range(schedule.num_workers)):
-        raise ValueError(f"step 0 must be the diagonal, got {schedule.steps[0].tasks}")
+    if not _is_diagonal(schedule.steps[0]):
+        raise ValueError(f"step 0 must be of the diagonal, got {schedule.steps[0].tasks}")
 
 
 def _check_pairs_are_computed_once(schedule: Schedule) -> None:
@@ -180,6 +196,15 @@ def _check_pairs_are_computed_once(schedule: Schedule) -> None:
             raise ValueError(f"pair {pair} must be computed exactly once, got the parts {parts}")
 
 
+def _check_parts_are_of_the_diagonal(schedule: Schedule) -> None:
+    """A part of a result then lies in one of the arrays in which a worker sums its results; see executor.py."""
+    cut = set(schedule.q_parts)
+    for number, step in enumerate(schedule.steps):
+        for task in step.tasks:
+            if task is not None and task.part not in cut | {WHOLE}:
+                raise ValueError(f"step {number}: {task} takes a part, but the diagonal is cut into {sorted(cut)}")
+
+
 def _check_fetches_are_bijections(schedule: Schedule) -> None:
     for number, step in enumerate(schedule.steps):
         for fetch in (step.q.fetch, step.kv.fetch):
@@ -193,12 +218,14 @@ def balanced(num_workers: int, *, is_causal: bool = True, cut: Cut | None = "hea
     """Workers that have no keys left of their own rows help the rows at the end: makespan P/2, the ideal, for every P.
 
     At step s worker w takes (q_w, kv_{w-s}); where there is no such chunk, it helps with (q_{w-s+P}, kv_w). For even P
-    the last step, s = P/2, holds each pair once: owner and helper each take half of it, cut along heads or rows, or
-    cut=None leaves it to the owner alone, as the paper does (1/(P+1) of the machine time is then idle).
-    Without a causal mask all chunks cost the same and the table is that of `ring`.
+    step s = P/2 holds each pair once: owner and helper each take half of it, cut along heads or rows. Step 0 is cut
+    alike, and its second half comes last. cut=None is the paper's own table: step 0 whole, and step P/2 left to the
+    owner alone (1/(P+1) of the machine time is then idle).
+    Without a causal mask all chunks cost the same, and the steps between the halves are those of `ring`.
     """
+    name = "balanced" if cut else "balanced_unsplit"
     if not is_causal:
-        return Schedule("balanced", is_causal, _ring_steps(num_workers, is_causal=False))
+        return Schedule(name, is_causal, _between_halves(_ring_steps(num_workers, is_causal=False), cut))
 
     def task(step: int, worker: int) -> Task | None:
         is_shared = 2 * step == num_workers
@@ -211,7 +238,16 @@ def balanced(num_workers: int, *, is_causal: bool = True, cut: Cut | None = "hea
     steps = tuple(
         Step(tuple(task(step, worker) for worker in range(num_workers))) for step in range(num_workers // 2 + 1)
     )
-    return Schedule("balanced" if cut else "balanced_unsplit", is_causal, steps)
+    return Schedule(name, is_causal, _between_halves(steps, cut))
+
+
+def _between_halves(steps: tuple[Step, ...], cut: Cut | None) -> tuple[Step, ...]:
+    """The steps with half of the first one, the diagonal, at either end, if there are others."""
+    diagonal, *others = steps
+    if cut is None or not others:
+        return steps
+    half = lambda i: Step(tuple(task and task._replace(part=Part(cut, i, 2)) for task in diagonal.tasks))
+    return (half(0), *others, half(1))
 
 
 @functools.cache

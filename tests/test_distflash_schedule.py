@@ -25,8 +25,10 @@ def test_every_causal_pair_is_computed_once(build):
 @pytest.mark.parametrize("build", [balanced, ring])
 def test_every_pair_is_computed_once_without_a_causal_mask(build):
     for P in ALL_P:
-        pairs = [(t.q, t.kv) for step in build(P, is_causal=False).steps for t in step.tasks]
-        assert sorted(pairs) == [(q, kv) for q in range(P) for kv in range(P)]
+        shares: dict[tuple[int, int], Fraction] = {}
+        for task in (task for step in build(P, is_causal=False).steps for task in step.tasks):
+            shares[task.q, task.kv] = shares.get((task.q, task.kv), Fraction(0)) + Fraction(1, task.part.count)
+        assert shares == {(q, kv): 1 for q in range(P) for kv in range(P)}
         assert build(P, is_causal=False).idle_fraction == 0
 
 
@@ -72,21 +74,35 @@ def test_traffic_equals_the_closed_forms():
             )
 
 
+def test_half_of_the_diagonal_hides_the_first_fetch_and_half_the_last_return():
+    for P in range(2, 65):
+        for is_causal in (True, False):
+            steps = balanced(P, is_causal=is_causal).steps
+            for index, step in ((0, steps[0]), (1, steps[-1])):
+                assert step.tasks == tuple(Task(w, w, Part("heads", index, 2)) for w in range(P))
+
+
 GOLDEN = {
+    1: """
+step 0  q0.k0
+""",
     2: """
-step 0  q0.k0         q1.k1
+step 0  q0.k0/heads0  q1.k1/heads0
 step 1  q1.k0/heads1  q1.k0/heads0
+step 2  q0.k0/heads1  q1.k1/heads1
 """,
     3: """
-step 0  q0.k0  q1.k1  q2.k2
-step 1  q2.k0  q1.k0  q2.k1
+step 0  q0.k0/heads0  q1.k1/heads0  q2.k2/heads0
+step 1  q2.k0         q1.k0         q2.k1
+step 2  q0.k0/heads1  q1.k1/heads1  q2.k2/heads1
 """,
     8: """
-step 0  q0.k0         q1.k1         q2.k2         q3.k3         q4.k4         q5.k5         q6.k6         q7.k7
+step 0  q0.k0/heads0  q1.k1/heads0  q2.k2/heads0  q3.k3/heads0  q4.k4/heads0  q5.k5/heads0  q6.k6/heads0  q7.k7/heads0
 step 1  q7.k0         q1.k0         q2.k1         q3.k2         q4.k3         q5.k4         q6.k5         q7.k6
 step 2  q6.k0         q7.k1         q2.k0         q3.k1         q4.k2         q5.k3         q6.k4         q7.k5
 step 3  q5.k0         q6.k1         q7.k2         q3.k0         q4.k1         q5.k2         q6.k3         q7.k4
 step 4  q4.k0/heads1  q5.k1/heads1  q6.k2/heads1  q7.k3/heads1  q4.k0/heads0  q5.k1/heads0  q6.k2/heads0  q7.k3/heads0
+step 5  q0.k0/heads1  q1.k1/heads1  q2.k2/heads1  q3.k3/heads1  q4.k4/heads1  q5.k5/heads1  q6.k6/heads1  q7.k7/heads1
 """,
 }
 
@@ -104,13 +120,17 @@ def diagonal(P):
     "steps, message",
     [
         ((Step((Task(1, 1), Task(0, 0))),), "owns neither operand"),
-        ((Step((Task(0, 0), Task(1, 0))), diagonal(2)), "step 0 must be the diagonal"),
+        ((Step((Task(0, 0), Task(1, 0))), diagonal(2)), "step 0 must be of the diagonal"),
         ((diagonal(2),), "missing pairs {\\(1, 0\\)}"),
         ((diagonal(2), Step((Task(0, 1), Task(1, 0)))), "pairs that the mask hides {\\(0, 1\\)}"),
         ((diagonal(2), Step((Task(1, 0), Task(1, 0)))), "exactly once"),
         (
             (diagonal(2), Step((Task(1, 0, Part("heads", 0, 2)), Task(1, 0, Part("heads", 0, 2))))),
             "exactly once",
+        ),
+        (
+            (diagonal(2), Step((Task(1, 0, Part("heads", 0, 2)), Task(1, 0, Part("heads", 1, 2))))),
+            "step 1: q1.k0/heads0 takes a part, but the diagonal",
         ),
         ((diagonal(2), Step((None,))), "1 tasks for 2 workers"),
         (
