@@ -45,8 +45,9 @@ class Case(NamedTuple):
         return 4 * self.N * self.H * self.visible_scores
 
 
-MHA = [Case(tokens * 1024, 32, 32, 128, is_causal=True) for tokens in (8, 16, 32)]
-GQA = [Case(tokens * 1024, 32, 8, 128, is_causal=True) for tokens in (8, 16, 32)]
+LENGTHS = (8, 16, 32, 64, 128, 256)  # thousands of tokens on all GPUs together
+MHA = [Case(tokens * 1024, 32, 32, 128, is_causal=True) for tokens in LENGTHS]
+GQA = [Case(tokens * 1024, 32, 8, 128, is_causal=True) for tokens in LENGTHS]
 ATTENTION = {case.name: case for case in MHA + GQA}
 
 TOKENS = tuple(1024 * 2**i for i in range(8))

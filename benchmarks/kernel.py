@@ -1,8 +1,9 @@
 """Block kernels on one GPU beside their peers, in turns in one process: `python -m benchmarks.kernel`.
 
 Modes: forward; backward, given what the forward returned; both, in one program; deterministic, a backward of ours alone
-that repeats bit by bit. A peer has no backward alone: its backward is both minus forward. The bound of a row is the rate of a bfloat16 matrix product of 8192 x 8192 in the same
-run. What cannot run is named in one line and left out. `--table` measures nothing and prints the newest rows.
+that repeats bit by bit. A peer has no backward alone: its backward is both minus forward. The bound of a row is the
+rate of a bfloat16 matrix product of 8192 x 8192 in the same run. What cannot run is named in one line and left out.
+`--table` measures nothing and prints the newest rows.
 """
 
 import argparse

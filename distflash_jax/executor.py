@@ -7,7 +7,7 @@ Source: DISTFLASHATTN, arXiv 2310.03294, algorithms 1 and 2.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -79,7 +79,7 @@ class _Total:
         self.parts: dict[Part, Arrays] = {}
 
     def include(self, plan: Plan, part: Part, partial: Arrays, is_valid: Bool[Array, ""] | None) -> None:
-        """Takes results of a part of the chunk in; is_valid: whether they are this worker's, None if all workers' are."""
+        """Takes in results of a part of the chunk; is_valid: whether they are for this worker, None if for all."""
         for own in getattr(plan.schedule, f"{self.side}_parts"):
             if part not in (own, WHOLE):
                 continue
@@ -129,7 +129,7 @@ def _run(
                     side, operand = getattr(step, total.side), {"q": queries, "kv": keys}[total.side]
                     is_own = ~operand.is_peer if side.fetch else None
                     total.include(plan, side.own, tuple(partial[i] for i in total.indices), is_own)
-    _include_returned(plan, totals, steps[-1], returned)
+    _include_returned(plan, totals, plan.schedule.steps[-1], returned)
     return tuple(x for total in totals for x in total.whole(lengths[total.side]))
 
 
@@ -196,7 +196,7 @@ def _merge(total: Arrays | None, partial: Arrays, is_valid: Bool[Array, ""] | No
     out, lse = partial
     # A worker that receives nothing gets zeros, and 0 is a legal lse: only -inf says that no key was seen.
     partial = out, lse if is_valid is None else jnp.where(is_valid, lse, -jnp.inf)
-    return partial if total is None else merge(total, partial)
+    return partial if total is None else merge((total[0], total[1]), partial)
 
 
 def _add(total: Arrays | None, partial: Arrays, is_valid: Bool[Array, ""] | None) -> Arrays:

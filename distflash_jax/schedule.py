@@ -6,8 +6,8 @@ time and traffic. A new schedule is one function that returns a table; no reader
 
 Source: DISTFLASHATTN, arXiv 2310.03294, sections 3.1 and 3.2 and appendix B. Unlike its algorithm 2, the tables here
 are complete for odd P (helpers work through step floor((P-1)/2)), and the last pairs of an even P are split between
-owner and helper, so that nobody idles. Half of the diagonal, which needs no messages, comes first and half comes last: the
-first fetch and the last return travel meanwhile.
+owner and helper, so that nobody idles. Half of the diagonal, which needs no messages, comes first and half comes last:
+the first fetch and the last return travel meanwhile.
 """
 
 import functools

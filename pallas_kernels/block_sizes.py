@@ -95,7 +95,12 @@ TABLE: Mapping[Key, Blocks] = {
 }
 # What the tune command tries, beside the entry of the table.
 CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
-    ("forward", 64): (ForwardBlocks(), ForwardBlocks(stages=4), ForwardBlocks(keys=192), ForwardBlocks(keys=192, stages=3)),
+    ("forward", 64): (
+        ForwardBlocks(),
+        ForwardBlocks(stages=4),
+        ForwardBlocks(keys=192),
+        ForwardBlocks(keys=192, stages=3),
+    ),
     ("forward", 128): (ForwardBlocks(keys=64, stages=4),),
     ("forward", 192): (ForwardBlocks(keys=64, stages=3),),
     ("forward", 256): (),

@@ -222,7 +222,9 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
     warpgroup = lax.axis_index("warpgroup")
     column = key_tile * plan.keys_per_tile
     mask = Mask(scalars_ref[0], scalars_ref[1], scalars_ref[2], plan.is_causal, plan.window)
-    tiles = [table_ref[batch if plan.has_segments else 0, key_tile, i] for i in range(4)]
+    # + 0: inside shard_map what is read is typed as varying over the mesh, what is computed here is not, and a loop
+    # must count in one type.
+    tiles = [table_ref[batch if plan.has_segments else 0, key_tile, i] + 0 for i in range(4)]
     start, full_start, full_stop, stop = tiles
     tiles_per_head = stop - start
     group = plan.N // plan.K

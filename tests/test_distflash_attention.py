@@ -1,6 +1,7 @@
 """distflash_attention on virtual workers against dense float64: numbers, transformations, placements, refusals."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from oracle import Case
 from tolerance import assert_close, max_error
 
-from distflash_jax import distflash_attention, which_implementation
-from pallas_kernels import dense, xla
+from distflash_jax import attention, distflash_attention, which_implementation
+from pallas_kernels import Choice, dense, xla
 
 MHA, GQA4, MQA, ODD = (8, 8), (8, 2), (8, 1), (33, 11)  # (query heads, key/value heads)
 
@@ -251,6 +252,17 @@ def test_a_million_tokens_lower():
     q = jax.ShapeDtypeStruct((1, 2**20, 32, 128), jnp.bfloat16)
     loss = lambda q, k, v: attend(8)(q, k, v)[0].astype(jnp.float32).sum()
     jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, q, q)
+
+
+@pytest.mark.parametrize("num_workers, deterministic", [(1, False), (2, False), (3, True)])
+def test_the_hopper_kernels_lower_on_a_mesh(num_workers, deterministic, monkeypatch):
+    """Where JAX types what differs between workers, and a loop must not mix the types."""
+    monkeypatch.setattr(attention, "which_implementation", lambda *_, **__: Choice("hopper", "for the test"))
+    q, k = (jax.ShapeDtypeStruct((1, 2048, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    loss = lambda q, k, v: attend(num_workers, deterministic=deterministic)(q, k, v)[0].astype(jnp.float32).sum()
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, k, k)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert {"hopper_forward", "hopper_backward"} <= set(re.findall(r"hopper_(?:forward|backward)", text))
 
 
 # Refusals

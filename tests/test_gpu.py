@@ -6,11 +6,15 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import oracle
 import pytest
+from counting import messages, order
 from oracle import Case
 from test_distflash_attention import assert_matches, attend
 from test_distflash_remat import WITH_POLICY, arguments, network
+
+from distflash_jax import xla_flags
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--seq-len", "512", "--batch-size", "2", "--dtype", "float32"]
@@ -34,6 +38,44 @@ def test_repeats_are_bitwise_equal(implementation):
         for name in first:
             if implementation == "xla" or not name.startswith("dq"):
                 assert bool((first[name] == again[name]).all()), name
+
+
+def compile_on_two(compiler_options, **options):
+    """(both passes of deterministic attention on two GPUs, arrays)."""
+    arrays = oracle.inputs(Case(B=1, T=4096, N=8, K=4, H=128, dtype="bfloat16"))[:4]
+    attention = attend(2, deterministic=True, **options)
+
+    def both(q, k, v, dout):
+        (out, lse), pull_back = jax.vjp(attention, q, k, v)
+        return out, *pull_back((dout, lse))
+
+    return jax.jit(both, compiler_options=compiler_options).lower(*arrays).compile(), arrays
+
+
+# As xla_flags has them, with the name that compiler_options has for "peer".
+OVERLAPPING = xla_flags.choose() | {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+
+
+@pytest.mark.gpu(2)
+def test_copies_between_peers_are_bitwise_those_of_the_default_transport():
+    (run, arrays), (run_default, _) = compile_on_two(OVERLAPPING), compile_on_two(None)
+    same = jax.jit(lambda a, b: jnp.array([(x == y).all() for x, y in zip(a, b, strict=True)]))
+    for _ in range(200):
+        results = run(*arrays)
+        assert same(results, run_default(*arrays)).all()
+        arrays = tuple((x / jnp.abs(x).max()).astype(x.dtype) for x in results)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("strategy", ["balanced", "ring"])
+def test_every_message_travels_behind_a_kernel(strategy):
+    """In the order in which the compiled program runs; of the ring's gradients the last must return at the end."""
+    text = compile_on_two(OVERLAPPING, strategy=strategy)[0].as_text()
+    events = order(text)
+    assert "synchronous" not in events
+    kernels = [i for i, event in enumerate(events) if event == "kernel"]
+    exposed = [name for name, start, done in messages(events) if not any(start < kernel < done for kernel in kernels)]
+    assert len(exposed) == (0 if strategy == "balanced" else 2)
 
 
 @pytest.mark.gpu(1)

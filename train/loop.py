@@ -15,13 +15,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from distflash_jax import distflash_attention, remat, which_implementation
+from distflash_jax import distflash_attention, remat, which_implementation, xla_flags
 from models.llama import Llama, Remat
 from train import data
 from train.checkpoint import Checkpoints
 from train.config import Config, StepRange, open_run_dir
 from train.interrupt import Interrupt
-from train.mesh import describe, keep_scopes_in_profiles, make_mesh
+from train.mesh import describe, make_mesh
 from train.report import Report, say
 from train.step import OptimizerConfig, Program, TrainState, build
 
@@ -39,8 +39,7 @@ def run(config: Config, command: list[str]) -> None:
     """Trains to `config.steps` or to the first Ctrl-C, and saves; `command` is what resumes it."""
     # Orbax logs at length what `Checkpoints.notes` says in a line.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    if config.profile_steps is not None:
-        keep_scopes_in_profiles()
+    xla_flags.apply(xla_flags.choose() | (xla_flags.PROFILING if config.profile_steps is not None else {}))
     mesh = make_mesh(config.mesh, config.platform)
     config = _resolve(config, mesh)
     tokens = data.load(config.data, config.llama.vocab_size)

@@ -1,6 +1,5 @@
 """Starts JAX on the devices that the mesh needs: GPUs, or virtual CPU devices where there is no GPU."""
 
-import os
 from pathlib import Path
 
 import jax
@@ -39,16 +38,6 @@ def make_mesh(shape: MeshShape, platform: Platform) -> Mesh:
         axis_types=(AxisType.Auto, AxisType.Auto),
         devices=devices[: shape.num_devices],
     )
-
-
-def keep_scopes_in_profiles() -> None:
-    """Has GPUs launch kernels one by one: a CUDA graph's kernels do not say which operation they belong to.
-
-    Must be called before the first use of JAX; a choice that XLA_FLAGS makes already stays.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_gpu_enable_command_buffer" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer=".strip()
 
 
 def describe(mesh: Mesh) -> str:
