@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from distflash_jax.merge import merge
@@ -44,8 +45,8 @@ def forward(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """(out, lse) of this worker's queries against all keys; out in the dtype of q, lse float32."""
     results = [_Total("q", (0, 1), _merge)]
-    out, lse = _run(plan, "forward", plan.kernel.forward, (q,), (k, v), results)
-    return out.astype(q.dtype), lse
+    out, lse = _run(plan, "forward", plan.kernel.forward, (q,), (k, v), results, (q.dtype, jnp.float32))
+    return out, lse
 
 
 def backward(
@@ -64,8 +65,9 @@ def backward(
     """
     kernel = functools.partial(plan.kernel.backward, deterministic=plan.deterministic)
     results = [_Total("q", (0,), _add), _Total("kv", (1, 2), _add)]
-    dq, dk, dv = _run(plan, "backward", kernel, (q, dout, lse, delta), (k, v), results)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    dtypes = (q.dtype, k.dtype, v.dtype)
+    dq, dk, dv = _run(plan, "backward", kernel, (q, dout, lse, delta), (k, v), results, dtypes)
+    return dq, dk, dv
 
 
 class _Total:
@@ -101,8 +103,9 @@ def _run(
     q_side: Arrays,
     kv_side: Arrays,
     totals: Sequence[_Total],
+    dtypes: Sequence[DTypeLike],
 ) -> Arrays:
-    """What the kernel makes of all steps, on this worker's own chunks: the results of all totals, in their order."""
+    """What the kernel makes of all steps, on this worker's own chunks: the results of all totals, in these dtypes."""
     steps = plan.schedule.steps
     # What is merged or summed over steps is float32; one worker alone needs no more than the inputs' dtype.
     dtype = jnp.float32 if len(steps) > 1 else q_side[0].dtype
@@ -129,8 +132,11 @@ def _run(
                     side, operand = getattr(step, total.side), {"q": queries, "kv": keys}[total.side]
                     is_own = ~operand.is_peer if side.fetch else None
                     total.include(plan, side.own, tuple(partial[i] for i in total.indices), is_own)
-    _include_returned(plan, totals, plan.schedule.steps[-1], returned)
-    return tuple(x for total in totals for x in total.whole(lengths[total.side]))
+    with jax.named_scope(f"{direction}_step_{len(steps) - 1}"):
+        _include_returned(plan, totals, plan.schedule.steps[-1], returned)
+        with jax.named_scope("merge"):
+            arrays = [x for total in totals for x in total.whole(lengths[total.side])]
+            return tuple(x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True))
 
 
 def _return(plan: Plan, totals: Sequence[_Total], step: Step, partial: Arrays) -> list[Arrays | None]:

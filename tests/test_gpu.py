@@ -63,7 +63,8 @@ def test_copies_between_peers_are_bitwise_those_of_the_default_transport():
     for _ in range(200):
         results = run(*arrays)
         assert same(results, run_default(*arrays)).all()
-        arrays = tuple((x / jnp.abs(x).max()).astype(x.dtype) for x in results)
+        out, dq, dk, dv = ((x / jnp.abs(x).max()).astype(x.dtype) for x in results)
+        arrays = out, dk, dv, dq
 
 
 @pytest.mark.gpu(2)
@@ -75,7 +76,7 @@ def test_every_message_travels_behind_a_kernel(strategy):
     assert "synchronous" not in events
     kernels = [i for i, event in enumerate(events) if event == "kernel"]
     exposed = [name for name, start, done in messages(events) if not any(start < kernel < done for kernel in kernels)]
-    assert len(exposed) == (0 if strategy == "balanced" else 2)
+    assert bool(exposed) == (strategy == "ring")
 
 
 @pytest.mark.gpu(1)
@@ -117,6 +118,6 @@ def test_a_profile_of_two_gpus_names_steps_and_messages(tmp_path):
     assert len(gpus) == 2
     for plane in gpus:
         texts = [" ".join(map(str, dict(event.stats).values())) for line in plane.lines for event in line.events]
-        in_forward = [f"forward_step_{part}" for part in ("0/fetch", "0/compute", "1/compute", "1/return", "1/merge")]
+        in_forward = [f"forward_step_{part}" for part in ("0/fetch", "0/compute", "1/compute", "1/return", "2/merge")]
         for scope in (*in_forward, *(scope.replace("forward", "backward") for scope in in_forward)):
             assert any(f"layer/attention/shard_map/{scope}" in text for text in texts), scope
