@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,6 @@ ROOT = Path(__file__).parent.parent
 HOPPER, XLA = IMPLEMENTATIONS["hopper"], IMPLEMENTATIONS["xla"]
 NAMES = ("out", "lse", "dq", "dk", "dv")
 MILLION = 2**20
-# The matrix units add 16 keys at a time to a float32 sum and cut off what does not fit: 2^-24 of it at a time in the
-# mean. Over a million keys that is 0.4 % of out at most; a quarter of a million stays within what rounding costs.
-KEYS_A_SUM = 16
 pytestmark = pytest.mark.gpu(1)
 
 
@@ -41,11 +38,8 @@ CASES = {
     "softcap": (chunk(softcap=30.0), "bfloat16"),
     "float16": (chunk(), "float16"),
     "end_of_a_quarter_of_a_million_keys": (chunk(64, MILLION // 4, 1, 1, q_start=MILLION // 4 - 64), "bfloat16"),
-    **{
-        f"end_of_a_million_keys_head_dim_{H}": (chunk(64, MILLION, 1, 1, H, q_start=MILLION - 64), "bfloat16")
-        for H in (64, 128)
-    },
 }
+MILLION_KEYS = {f"head_dim_{H}": chunk(64, MILLION, 1, 1, H, q_start=MILLION - 64) for H in (64, 128)}
 
 
 def inputs(pair: Pair, dtype: str, B: int) -> tuple[Array, ...]:
@@ -84,9 +78,8 @@ def compile_together(*calls: tuple) -> list[Callable]:
     return [future.result() for future in futures]
 
 
-@pytest.mark.parametrize("pair, dtype", CASES.values(), ids=CASES)
-def test_results_and_gradients_equal_dense_at_real_sizes(pair, dtype):
-    """On activations with a mean and outliers; the backward is given the exact lse and delta, as of the whole row."""
+def compare(pair: Pair, dtype: str, names: Collection[str]) -> None:
+    """These results with dense attention's; the backward is given the exact lse and delta, as of the whole row."""
     *arrays, dlse = inputs(pair, dtype, B=1 if pair.S >= MILLION // 4 else 2)
     calls = [(partial(exact, pair), *arrays, dlse)]
     for kernel in (HOPPER, XLA):
@@ -101,9 +94,26 @@ def test_results_and_gradients_equal_dense_at_real_sizes(pair, dtype):
     # Of a million keys every 65th, which has each place in a tile in turn: all would take the host too long.
     step = pair.S // 2**14 | 1
     for name, ours, plain, x in zip(NAMES, *results, expected, strict=True):
-        rows = slice(None, None, step if name in ("dk", "dv") else 1)
-        truncation = pair.S / KEYS_A_SUM * 2**-24 if name == "out" else 0
-        assert_close(name, ours[:, rows], plain[:, rows], x[:, rows], dtype, truncation)
+        if name in names:
+            rows = slice(None, None, step if name in ("dk", "dv") else 1)
+            assert_close(name, ours[:, rows], plain[:, rows], x[:, rows], dtype)
+
+
+@pytest.mark.parametrize("pair, dtype", CASES.values(), ids=CASES)
+def test_results_and_gradients_equal_dense_at_real_sizes(pair, dtype):
+    """On activations with a mean and outliers."""
+    compare(pair, dtype, NAMES)
+
+
+@pytest.mark.parametrize("pair", MILLION_KEYS.values(), ids=MILLION_KEYS)
+def test_lse_and_gradients_equal_dense_at_the_end_of_a_million_keys(pair):
+    compare(pair, "bfloat16", ("lse", "dq", "dk", "dv"))
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the matrix units truncate long sums: docs/kernels.md")
+@pytest.mark.parametrize("pair", MILLION_KEYS.values(), ids=MILLION_KEYS)
+def test_out_equals_dense_at_the_end_of_a_million_keys(pair):
+    compare(pair, "bfloat16", ("out",))
 
 
 def test_elements_beyond_two_to_the_31_are_read_and_written():

@@ -19,11 +19,8 @@ def max_error(x: Array, exact: np.ndarray) -> float:
     return float(np.max(np.abs(np.where(np.isneginf(exact), 0, x) - np.where(np.isneginf(exact), 0, exact))))
 
 
-def assert_close(name: str, ours: Array, plain: Array, exact: np.ndarray, dtype: str, truncation: float = 0) -> None:
-    """|ours - exact| <= 2 |plain - exact| + floor, where plain is the textbook formula with inputs of `dtype`.
-
-    truncation: what long sums lose in hardware, relative to the largest element as the floor is.
-    """
+def assert_close(name: str, ours: Array, plain: Array, exact: np.ndarray, dtype: str) -> None:
+    """|ours - exact| <= 2 |plain - exact| + floor, where plain is the textbook formula with inputs of `dtype`."""
     scale = float(np.max(np.abs(np.where(np.isneginf(exact), 0, exact))))
-    error, allowed = max_error(ours, exact), 2 * max_error(plain, exact) + (FLOOR[dtype] + truncation) * scale
+    error, allowed = max_error(ours, exact), 2 * max_error(plain, exact) + FLOOR[dtype] * scale
     assert error <= allowed, f"{name}: error {error:.2e} exceeds {allowed:.2e}"
