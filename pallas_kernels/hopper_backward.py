@@ -26,7 +26,17 @@ from jaxtyping import Array, Float
 from pallas_kernels import block_sizes, hopper_dq
 from pallas_kernels.block import Box, Gradients, Operand, check_softcap, vary_like
 from pallas_kernels.block_sizes import BackwardBlocks
-from pallas_kernels.hopper_rows import COPY_ROWS, LOG2_E, ROWS, row_tiles, store_rows, tanh
+from pallas_kernels.hopper_rows import (
+    COPY_ROWS,
+    L2_BYTES,
+    LOG2_E,
+    ROWS,
+    divide,
+    largest_divisor,
+    row_tiles,
+    store_rows,
+    tanh,
+)
 from pallas_kernels.masks import Mask, Scalar
 
 COMPUTE_WARPGROUPS = 2
@@ -82,6 +92,24 @@ class Plan:
     @property
     def num_query_tiles(self) -> int:
         return pl.cdiv(self.T, ROWS)
+
+    @property
+    def num_key_tiles(self) -> int:
+        return pl.cdiv(self.S, self.keys_per_tile)
+
+    @property
+    def section(self) -> int:
+        """The most key/value heads that divide all and of which q, dout and dq of a query head fit in the L2 cache.
+
+        At least two: all CTAs at one head would add to few tiles of dq at a time.
+        """
+        return largest_divisor(self.B * self.K, max(2, L2_BYTES // (8 * self.T * self.H)))
+
+    def place(self, block: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+        """(batch, kv_head, key_tile) of a CTA; in a section the first keys, of which causal queries see most, first."""
+        section, rest = divide(block, self.section * self.num_key_tiles)
+        key_tile, head = divide(rest, self.section)
+        return *divide(section * self.section + head, self.K), key_tile
 
     @property
     def keys_per_tile(self) -> int:
@@ -162,17 +190,16 @@ def backward(
     stats = _stats(queries._replace(own=queries.own[2:], peer=queries.peer and queries.peer[2:]), q_ids, plan)
     operands = (rows.own, rows.peer or (), columns.own, columns.peer or ())
     # The interpreter cannot add in memory: there every key tile gets a dq of its own.
-    num_key_tiles = pl.cdiv(plan.S, plan.keys_per_tile)
-    dq_shape = (num_key_tiles,) * interpret + (plan.B, plan.T, plan.N, H)
+    dq_shape = (plan.num_key_tiles,) * interpret + (plan.B, plan.T, plan.N, H)
     dq_refs = [jax.new_ref(jnp.zeros(dq_shape, jnp.float32))] if plan.has_dq else []
-    gradient = jax.ShapeDtypeStruct((plan.B, plan.S, plan.K, H), jnp.float32)
+    is_short = plan.blocks.splits_keys and jnp.dtype(dtype) == q.dtype
+    gradient = jax.ShapeDtypeStruct((plan.B, plan.S, plan.K, H), dtype if is_short else jnp.float32)
     dk, dv = plgpu.kernel(
         partial(_kernel, plan=plan),
         out_type=(gradient, gradient),
         scratch_types=(scratch,),
-        # The last axis runs fastest. Under a causal mask the first keys have the most queries: longest CTAs first.
-        grid=(num_key_tiles, plan.B, plan.K),
-        grid_names=("key_tile", "batch", "kv_head"),
+        grid=(plan.B * plan.K * plan.num_key_tiles,),
+        grid_names=("block",),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -218,7 +245,7 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
     take = lambda is_there: tuple(refs.pop(0) for _ in range(2)) if is_there else None
     own_queries, peer_queries = take(True), take(plan.has_peer_queries)
     own_keys, peer_keys = take(True), take(plan.has_peer_keys)
-    key_tile, batch, kv_head = (lax.axis_index(name) for name in ("key_tile", "batch", "kv_head"))
+    batch, kv_head, key_tile = plan.place(lax.axis_index("block"))
     warpgroup = lax.axis_index("warpgroup")
     column = key_tile * plan.keys_per_tile
     mask = Mask(scalars_ref[0], scalars_ref[1], scalars_ref[2], plan.is_causal, plan.window)
@@ -294,9 +321,12 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
             return dk_ref[...], dv_ref[...]
 
         dk, dv = pl.run_scoped(sums, *[plgpu.ACC((KEYS_PER_WARPGROUP, plan.columns), jnp.float32)] * 2)
+        staging = scratch.staging.at[warpgroup]
+        if dk_ref.dtype == plan.dtype:  # there is room where V was, which no other warpgroup reads
+            staging = scratch.v.at[pl.ds(first_key, KEYS_PER_WARPGROUP)]
         for gradient, ref in ((dk * plan.scale, dk_ref), (dv, dv_ref)):
             target = ref.at[batch, pl.ds(column + first_key, KEYS_PER_WARPGROUP), kv_head, own_columns]
-            store_rows(gradient, scratch.staging.at[warpgroup], target)
+            store_rows(gradient.astype(ref.dtype), staging, target)
         plgpu.wait_smem_to_gmem(0)
 
 

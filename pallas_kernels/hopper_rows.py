@@ -66,7 +66,7 @@ class Layout:
         """The most heads that divide all heads and of which K and V fit in the L2 cache; at least one group."""
         G, heads = self.N // self.K, self.B * self.N
         fits = max(1, L2_BYTES // (4 * self.S * self.H)) * G
-        return max(d for d in range(1, heads + 1) if heads % d == 0 and d <= fits)
+        return largest_divisor(heads, fits)
 
     def place(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
         """(batch, head, tile of rows) of a thread block; in a section, the rows that see most keys come first."""
@@ -290,6 +290,11 @@ def store_rows(values: Array, staging: Any, target: Any, reduction: str | None =
 
 def across_columns(x: Float[Array, " rows"], shape: tuple[int, int]) -> Float[Array, "rows columns"]:
     return lax.broadcast_in_dim(x, shape, (0,))
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of a number that is not above the limit."""
+    return max(d for d in range(1, number + 1) if number % d == 0 and d <= limit)
 
 
 def divide(x: Int[Array, ""], divisor: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
