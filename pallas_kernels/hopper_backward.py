@@ -10,6 +10,7 @@ compute, each for half of the keys (or, at large head dims, of the columns); a t
 Source: FlashAttention-2 and -3, arXiv 2307.08691 (algorithm 2) and 2407.08608; the order of the loops is theirs.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -88,6 +89,11 @@ class Plan:
     blocks: BackwardBlocks
     has_dq: bool
     is_interpreted: bool
+
+    @property
+    def weight(self) -> float:
+        """By which P' is multiplied, so that dQ comes out scaled; 1 in float16, where small numbers lose digits."""
+        return self.scale if self.dtype == jnp.bfloat16 else 1.0
 
     @property
     def num_query_tiles(self) -> int:
@@ -207,11 +213,10 @@ def backward(
         kernel_name="hopper_backward",
     )(scalars, table, *k_ids, stats, *jax.tree.leaves(operands), *dq_refs)
     if deterministic:
-        dq = hopper_dq.query_gradient(queries, keys, mask, scale, softcap, interpret=interpret)
+        dq = scale * hopper_dq.query_gradient(queries, keys, mask, scale, softcap, interpret=interpret)
     else:
         dq = jax.freeze(dq_refs[0])
-        dq = dq.sum(axis=0) if interpret else dq
-    dq *= scale  # in the kernel the product would wait for it
+        dq = (dq.sum(axis=0) if interpret else dq) * (scale / plan.weight)
     results = (dq, queries.box.num_rows), (dk, keys.box.num_rows), (dv, keys.box.num_rows)
     dq, dk, dv = (vary_like(x[:, :length, :, :head_dim].astype(dtype), q) for x, length in results)
     return dq, dk, dv
@@ -220,12 +225,12 @@ def backward(
 def _stats(
     rows: Operand, q_ids: Float[Array, "B tiles rows"] | None, plan: Plan
 ) -> Float[Array, "B N tiles numbers rows"]:
-    """(lse in base 2, delta, segment if there are some) of every query tile, contiguous.
+    """(lse in base 2 less the weight's, delta, segment if there are some) of every query tile, contiguous.
 
     Rows that see nothing and rows behind the end have lse = inf: their weights are exp2(-inf) = 0 whatever lies there.
     """
     lse, delta = rows.read()  # small: reading them outside costs no pass over an operand
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E - math.log2(plan.weight))
     size = ROWS
     padding = ((0, 0), (0, plan.num_query_tiles * size - lse.shape[1]), (0, 0))
     stats = jnp.stack([jnp.pad(lse, padding, constant_values=jnp.inf), jnp.pad(delta, padding)])
@@ -324,7 +329,7 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
         staging = scratch.staging.at[warpgroup]
         if dk_ref.dtype == plan.dtype:  # there is room where V was, which no other warpgroup reads
             staging = scratch.v.at[pl.ds(first_key, KEYS_PER_WARPGROUP)]
-        for gradient, ref in ((dk * plan.scale, dk_ref), (dv, dv_ref)):
+        for gradient, ref in ((dk * (plan.scale / plan.weight), dk_ref), (dv * (1 / plan.weight), dv_ref)):
             target = ref.at[batch, pl.ds(column + first_key, KEYS_PER_WARPGROUP), kv_head, own_columns]
             store_rows(gradient.astype(ref.dtype), staging, target)
         plgpu.wait_smem_to_gmem(0)
