@@ -23,8 +23,8 @@ from jaxtyping import Array
 
 from benchmarks.cases import ATTENTION, Case
 from benchmarks.harness import RESULTS, time_in_turns, write_rows
-from distflash_jax import distflash_attention, executor, xla_flags
-from distflash_jax.attention import STRATEGIES
+from distflash_jax import cost, distflash_attention, executor, xla_flags
+from distflash_jax.schedule import STRATEGIES
 
 MODES = ("forward", "forward_backward")
 DEFAULT_FLAGS = {
@@ -103,7 +103,7 @@ def measure(case: Case, mode: str) -> list[dict[str, object]]:
             "bound": bound * num_workers / workers,
         }
         rows.append(common | {"metric": "seconds", "unit": "s"} | quantiles._asdict())
-        flops = case.forward_flops * (1 if mode == "forward" else 3.5)
+        flops = case.forward_flops * (1 if mode == "forward" else sum(cost.WORK.values()))
         print(
             f"{case.name:24} {mode:17} {label:26} {quantiles.p50 * 1e3:8.2f} ms  "
             f"{flops / quantiles.p50 / workers / 1e12:6.1f} TFLOP/s/GPU  "

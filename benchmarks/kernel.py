@@ -22,11 +22,12 @@ from jaxtyping import Array, Float, Int
 from benchmarks.cases import KERNEL_DEFAULT, Case, select
 from benchmarks.harness import RESULTS, Quantiles, newest_rows, time_in_turns, write_rows
 from benchmarks.peers import LABELS, PEERS, Peer, available, one_line
+from distflash_jax import cost
 from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Box, Mask, Operand
 
 OURS = "hopper"
 # Of each mode, in units of the forward's operations; deterministic counts what it must do, not what it does twice.
-WORK = {"forward": 1, "backward": 2.5, "both": 3.5, "deterministic": 2.5}
+WORK = cost.WORK | {"both": sum(cost.WORK.values()), "deterministic": cost.WORK["backward"]}
 
 
 class Key(NamedTuple):

@@ -16,15 +16,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from distflash_jax import executor, placement
+from distflash_jax import executor, placement, schedule
 from distflash_jax.executor import Plan
 from distflash_jax.remat import LSE_NAME, OUT_NAME
-from distflash_jax.schedule import balanced, ring
+from distflash_jax.schedule import STRATEGIES, Strategy
 from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Choice, choose
 from pallas_kernels.block import Gradients, Partial
-
-Strategy = Literal["balanced", "balanced_unsplit", "ring"]
-STRATEGIES: tuple[Strategy, ...] = ("balanced", "balanced_unsplit", "ring")
 
 
 @overload
@@ -184,14 +181,9 @@ def _attend(
     deterministic: bool,
 ) -> Partial:
     """(out, lse) of this worker's chunks; num_keys counts the keys of the whole sequence, without padding."""
-    num_workers = lax.axis_size(axis)
-    if strategy == "ring":
-        schedule = ring(num_workers, is_causal=is_causal)
-    else:
-        split = "heads" if k.shape[2] % 2 == 0 else "rows"
-        schedule = balanced(num_workers, is_causal=is_causal, cut=split if strategy == "balanced" else None)
+    table = schedule.choose(strategy, lax.axis_size(axis), kv_heads=k.shape[2], is_causal=is_causal)
     q, k, v = placement.vary_alike(q, k, v)
-    return _attention(Plan(schedule, kernel, axis, num_keys, scale, deterministic), q, k, v)
+    return _attention(Plan(table, kernel, axis, num_keys, scale, deterministic), q, k, v)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -8,7 +8,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from distflash_jax.attention import Strategy, distflash_attention
+from distflash_jax.attention import distflash_attention
+from distflash_jax.schedule import Strategy
 
 
 def flax_attention(

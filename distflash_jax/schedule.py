@@ -1,8 +1,8 @@
 """The table of a distributed attention: steps[step].tasks[worker] = Task(q, kv, part) or None.
 
 Worker w owns query chunk w and key/value chunk w. A task with a chunk that is not its worker's own fetches that chunk
-and sends its results back. Everything else follows from the table: who sends what to whom, forward and backward, idle
-time and traffic. A new schedule is one function that returns a table; no reader asks which schedule it has.
+and sends its results back. Everything else follows from the table: who sends what to whom, forward and backward, and
+idle time. A new schedule is one function that returns a table; no reader asks which schedule it has.
 
 Source: DISTFLASHATTN, arXiv 2310.03294, sections 3.1 and 3.2 and appendix B. Unlike its algorithm 2, the tables here
 are complete for odd P (helpers work through step floor((P-1)/2)), and the last pairs of an even P are split between
@@ -17,6 +17,8 @@ from fractions import Fraction
 from typing import Literal, NamedTuple
 
 Cut = Literal["heads", "rows"]
+Strategy = Literal["balanced", "balanced_unsplit", "ring"]
+STRATEGIES: tuple[Strategy, ...] = ("balanced", "balanced_unsplit", "ring")
 Permutation = tuple[tuple[int, int], ...]  # (source worker, destination worker)
 
 
@@ -146,20 +148,6 @@ class Schedule:
         busy = sum((self.work(task) for step in self.steps for task in step.tasks), Fraction(0))
         return 1 - busy / (self.num_workers * self.makespan)
 
-    def traffic(self, group_size: int) -> tuple[Fraction, Fraction]:
-        """(forward, backward) elements that a worker receives on average, in units of the elements of one chunk of k.
-
-        group_size: query heads per key/value head. A chunk of q, out, dout or dq counts group_size units, one of k, v,
-        dk or dv one unit; lse and delta (1 / head_dim of a chunk of q each) are left out.
-        """
-        forward = backward = Fraction(0)
-        for step in self.steps:
-            queries = Fraction(group_size * len(step.q.fetch), step.q.peer.count)
-            keys = Fraction(len(step.kv.fetch), step.kv.peer.count)
-            forward += 2 * queries + 2 * keys  # q, and out back; k, v
-            backward += 3 * queries + 4 * keys  # q, dout, and dq back; k, v, and dk, dv back
-        return forward / self.num_workers, backward / self.num_workers
-
     def __str__(self) -> str:
         """The table as text: one line a step, one column a worker."""
         rows = [["-" if task is None else str(task) for task in step.tasks] for step in self.steps]
@@ -269,3 +257,11 @@ def _ring_steps(num_workers: int, *, is_causal: bool) -> tuple[Step, ...]:
         )
         for step in range(num_workers)
     )
+
+
+def choose(strategy: Strategy, num_workers: int, *, kv_heads: int, is_causal: bool = True) -> Schedule:
+    """The table of a strategy; a shared pair is cut along heads, or along rows where heads cannot be halved."""
+    if strategy == "ring":
+        return ring(num_workers, is_causal=is_causal)
+    cut = "heads" if kv_heads % 2 == 0 else "rows"
+    return balanced(num_workers, is_causal=is_causal, cut=cut if strategy == "balanced" else None)

@@ -26,13 +26,13 @@ def num_forward_launches(jaxpr) -> int:
     return sum("forward_step" in scope and e.primitive.name == "while" for scope, e in equations(jaxpr))
 
 
-def permuted_elements(compiled_text: str) -> int:
-    """Elements that all collective-permutes of a compiled program carry, over all pairs of workers."""
+def permuted_bytes(compiled_text: str) -> int:
+    """Bytes that all collective-permutes of a compiled program carry, over all pairs of workers."""
     total = 0
     for line in compiled_text.splitlines():
         if found := re.search(r" collective-permute(-start)?\(.*source_target_pairs=\{(.*?)\}\}", line):
-            shape = re.search(r"\w+\[([\d,]*)\]", line.split("=", 1)[1])[1]
-            total += math.prod(map(int, shape.split(","))) * found[2].count("{")
+            bits, shape = re.search(r"[a-z]+(\d+)\[([\d,]*)\]", line.split("=", 1)[1]).groups()
+            total += math.prod(map(int, shape.split(","))) * int(bits) // 8 * found[2].count("{")
     return total
 
 

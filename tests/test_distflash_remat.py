@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from counting import num_forward_launches, num_messages, permuted_elements
+from counting import num_forward_launches, num_messages, permuted_bytes
 from test_distflash_attention import make_mesh
 
 from distflash_jax import distflash_attention, remat
+from distflash_jax.cost import Cost, Shape
 from distflash_jax.schedule import Schedule, balanced
 
 L, N, K, H, D = 3, 4, 2, 8, 16
@@ -86,14 +87,14 @@ def test_messages_at_eight_workers_are_the_tables_own():
 
 
 @pytest.mark.parametrize("num_workers, kv_heads", [(2, 2), (2, 1), (3, 4), (4, 2), (8, 1)])
-def test_compiled_messages_carry_the_tables_elements_and_no_more(num_workers, kv_heads):
+def test_compiled_messages_carry_the_tables_bytes_and_no_more(num_workers, kv_heads):
     chunk = 6
     loss = jax.grad(network(num_workers, WITH_POLICY["save"]))
     compiled = jax.jit(loss).lower(*arguments(chunk * num_workers, kv_heads)).compile()
     schedule = balanced(num_workers, cut="heads" if kv_heads % 2 == 0 else "rows")
-    of_matrices = sum(schedule.traffic(N // kv_heads)) * chunk * kv_heads * H * num_workers
-    of_rows = sum(3 * chunk * N * len(step.q.fetch) // step.q.peer.count for step in schedule.steps)  # lse; lse, delta
-    assert permuted_elements(compiled.as_text()) == of_matrices + of_rows
+    cost = Cost(schedule, Shape(chunk * num_workers, N, kv_heads, H, itemsize=4))
+    of_table = num_workers * (cost.traffic("forward") + cost.traffic("backward"))
+    assert permuted_bytes(compiled.as_text()) == of_table
 
 
 def test_the_policies_change_no_number():

@@ -56,24 +56,6 @@ def test_idle_share_of_the_papers_own_table_and_of_the_ring():
         assert ring(P).makespan == P - Fraction(1, 2)
 
 
-def test_traffic_equals_the_closed_forms():
-    for P in (*range(1, 18), 64):
-        for g in (1, 2, 4, 8):
-            forward, backward = balanced(P, cut=None).traffic(g)
-            if P % 2:
-                assert forward == Fraction((P - 1) * (3 * P - 1) + g * (P * P - 1), 4 * P)
-                assert backward == Fraction((P - 1) * (3 * P - 1), 2 * P) + Fraction(3 * g * (P * P - 1), 8 * P)
-                continue
-            assert forward == Fraction((3 * P - 2) + g * (P - 2), 4)
-            assert backward == Fraction(3 * P - 2, 2) + Fraction(3 * g * (P - 2), 8)
-            assert balanced(P, cut="heads").traffic(g)[0] == forward + Fraction(g - 1, 2)
-            assert balanced(P, cut="heads").traffic(g)[1] == backward + (Fraction(3 * g, 2) - 2) / 2
-            assert balanced(P, cut="rows").traffic(g) == (
-                forward + Fraction(g, 2),
-                backward + Fraction(3 * g, 4),
-            )
-
-
 def test_half_of_the_diagonal_hides_the_first_fetch_and_half_the_last_return():
     for P in range(2, 65):
         for is_causal in (True, False):

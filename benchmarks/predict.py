@@ -1,0 +1,156 @@
+"""The tables of docs/predictions.md, without a GPU: `python -m benchmarks.predict`; --write puts them there.
+
+Predicted time and efficiency for machines that were not measured, from how many tokens on messages are hidden, and
+predictions beside the rows of benchmarks.attention.
+"""
+
+import argparse
+import bisect
+import csv
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from benchmarks.cases import ATTENTION
+from benchmarks.harness import RESULTS
+from distflash_jax import schedule
+from distflash_jax.cost import MACHINES, Direction, Machine, Shape
+from distflash_jax.timeline import Timeline, simulate
+
+MODES: dict[str, tuple[Direction, ...]] = {"forward": ("forward",), "forward_backward": ("forward", "backward")}
+WORKERS = (2, 4, 8, 16, 64)
+TOKENS = (8192, 16384, 32768)  # of one GPU
+KV_HEADS = (32, 8)
+HIDDEN = 0.01  # share of the time that waiting for messages may take
+DOCUMENT = Path(__file__).parent.parent / "docs" / "predictions.md"
+SILENT = "_without_messages"
+
+
+def predict(
+    machine: Machine, num_workers: int, tokens: int, kv_heads: int, mode: str, strategy: schedule.Strategy = "balanced"
+) -> Timeline:
+    """Causal attention of 32 heads of dim 128 over so many tokens on all workers."""
+    table = schedule.choose(strategy, num_workers, kv_heads=kv_heads)
+    return simulate(table, Shape(tokens, K=kv_heads), machine, MODES[mode])
+
+
+def make_predictions(machine: Machine) -> str:
+    """Markdown: milliseconds, and in brackets the efficiency, by tokens of a GPU, heads and workers."""
+    lines = []
+    for kv_heads in KV_HEADS:
+        for mode in MODES:
+            for tokens in TOKENS:
+                found = [predict(machine, P, P * tokens, kv_heads, mode) for P in WORKERS]
+                cells = [f"{1e3 * x.makespan:.1f} ({x.efficiency:.2f})" for x in found]
+                lines.append([f"{tokens // 1024}K", f"32/{kv_heads}", _words(mode), *cells])
+    return _markdown(["tokens a GPU", "heads", "", *(f"{P} GPUs" for P in WORKERS)], lines, 3)
+
+
+def hidden_from(machine: Machine, num_workers: int, kv_heads: int, mode: str) -> int:
+    """The least thousands of tokens on a GPU with which no worker waits for messages more than HIDDEN, by bisection."""
+
+    def is_hidden(thousands: int) -> bool:
+        timeline = predict(machine, num_workers, num_workers * 1024 * thousands, kv_heads, mode)
+        return max(timeline.exposed) <= HIDDEN * timeline.makespan
+
+    return bisect.bisect_left(range(129), True, lo=1, key=is_hidden)
+
+
+def make_hidden() -> str:
+    """Markdown: hidden_from of each machine."""
+    workers = WORKERS[:3]
+    lines = [
+        [name, f"32/{kv_heads}", _words(mode)] + [f"{hidden_from(machine, P, kv_heads, mode)}K" for P in workers]
+        for name, machine in MACHINES.items()
+        for kv_heads in KV_HEADS
+        for mode in MODES
+    ]
+    return _markdown(["", "heads", "", *(f"{P} GPUs" for P in workers)], lines, 3)
+
+
+class Row(NamedTuple):
+    """What tells a row of benchmarks.attention from others."""
+
+    case: str
+    implementation: str
+    workers: int
+    mode: str
+
+
+def validate(path: Path = RESULTS / "attention.csv") -> dict[Row, tuple[float, float]]:
+    """(measured seconds, predicted) of the newest rows of our tables on several GPUs."""
+    measured = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["workers"] != "1" and row["implementation"].removesuffix(SILENT) in schedule.STRATEGIES:
+                key = Row(row["case"], row["implementation"], int(row["workers"]), row["mode"])
+                measured[key] = float(row["p50"])
+    nvlink = MACHINES["h200-nvlink"]
+    silent = dataclasses.replace(nvlink, link=math.inf, latency=0.0)
+    found = {}
+    for row, seconds in measured.items():
+        case, machine = ATTENTION[row.case], silent if row.implementation.endswith(SILENT) else nvlink
+        strategy = cast(schedule.Strategy, row.implementation.removesuffix(SILENT))
+        found[row] = seconds, predict(machine, row.workers, case.T, case.K, row.mode, strategy).makespan
+    return found
+
+
+def make_validation() -> str:
+    """Markdown: predictions beside measurements, in milliseconds."""
+    lines = [
+        [
+            row.case,
+            f"`{row.implementation}`",
+            str(row.workers),
+            _words(row.mode),
+            *_compared(1e3 * seconds, 1e3 * predicted),
+        ]
+        for row, (seconds, predicted) in validate().items()
+    ]
+    return _markdown(["case", "", "GPUs", "", "measured", "predicted", "difference"], lines, 4)
+
+
+def _compared(measured: float, predicted: float) -> tuple[str, str, str]:
+    return f"{measured:.1f}", f"{predicted:.1f}", f"{100 * (predicted / measured - 1):+.1f}%"
+
+
+def make_tables() -> dict[str, str]:
+    """All tables of docs/predictions.md, by the names that mark them there."""
+    tables = {f"predictions {name}": make_predictions(machine) for name, machine in MACHINES.items()}
+    return tables | {"hidden": make_hidden(), "validation": make_validation()}
+
+
+def _words(mode: str) -> str:
+    return mode.replace("_", " + ")
+
+
+def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], num_words: int) -> str:
+    """A table of which so many columns are words and the others numbers."""
+    rule = ["---"] * num_words + ["--:"] * (len(header) - num_words)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))
+
+
+def update(document: str) -> str:
+    """The document with the tables of now behind their marks."""
+    for name, table in make_tables().items():
+        document, count = re.subn(rf"(<!-- {name} -->\n)(\|.*\n)*", rf"\1{table}\n", document)
+        if count != 1:
+            raise ValueError(f"<!-- {name} -->: must be in the document once, found {count} times")
+    return document
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        DOCUMENT.write_text(update(DOCUMENT.read_text()))
+        return
+    for name, table in make_tables().items():
+        print(f"<!-- {name} -->\n{table}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""What a table costs: FLOPs, bytes and, on a machine, seconds of its kernels, messages and merges. Pure Python.
+
+Nothing here is tuned to the predictions: a machine has the rates of the kernels alone on one GPU, of one message alone,
+and of its memory; timeline.py puts them in order. Valid where the rates were measured: chunks of 4096 tokens and more.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+from distflash_jax.schedule import WHOLE, Part, Permutation, Schedule, Side, Step, Task
+
+Direction = Literal["forward", "backward"]
+Arrays = dict[str, tuple[str, ...]]  # names, by the side of the task
+# In units of the forward's FLOPs. A backward makes five matrix products where a forward makes two.
+WORK: dict[Direction, float] = {"forward": 1, "backward": 2.5}
+
+# The arrays that executor.py sends, for each side of a task: operands there, results back.
+FETCHED: dict[Direction, Arrays] = {
+    "forward": {"q": ("q",), "kv": ("k", "v")},
+    "backward": {"q": ("q", "dout", "lse", "delta"), "kv": ("k", "v")},
+}
+RETURNED: dict[Direction, Arrays] = {
+    "forward": {"q": ("out", "lse")},
+    "backward": {"q": ("dq",), "kv": ("dk", "dv")},
+}
+KV_HEADS = {"k", "v", "dk", "dv"}  # these have key/value heads, all others query heads
+ONE_PER_ROW = {"lse", "delta"}  # of each head; all others have the head dim
+FLOAT32 = {"lse", "delta", "out", "dq", "dk", "dv"}  # results are merged and summed in float32, and travel so
+
+
+def flops(direction: Direction, num_heads: int, head_dim: int, num_scores: int) -> float:
+    """Two matrix products of 2 * H FLOPs for each visible score and query head; 2.5 times as many backward."""
+    return 4 * WORK[direction] * num_heads * head_dim * num_scores
+
+
+@dataclass(frozen=True)
+class Shape:
+    """T tokens of the whole sequence, N query heads, K key/value heads of dim H; q, k and v have so many bytes each.
+
+    Raises:
+        ValueError: names the field, its value and what is allowed.
+    """
+
+    T: int
+    N: int = 32
+    K: int = 32
+    H: int = 128
+    B: int = 1
+    itemsize: int = 2
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        if self.N % self.K:
+            raise ValueError(f"N={self.N}: must be a multiple of K={self.K}")
+
+
+class Message(NamedTuple):
+    """An array that travels along a permutation; size: bytes that each pair of workers sends."""
+
+    name: str
+    permutation: Permutation
+    size: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs and bytes of an attention call of this shape by this table."""
+
+    schedule: Schedule
+    shape: Shape
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a chunk, padding included."""
+        return -(-self.shape.T // self.schedule.num_workers)
+
+    def flops(self, direction: Direction, task: Task | None) -> float:
+        """FLOPs of a task on the scores that are visible in it."""
+        if task is None:
+            return 0.0
+        first, last, num_heads = self._box(task.part, self.shape.N)
+        num_scores = (last - first) * self.rows
+        if self.schedule.is_causal and task.q == task.kv:  # row number i of the chunk, from 0, sees i + 1 keys
+            num_scores = (last * (last + 1) - first * (first + 1)) // 2
+        return flops(direction, num_heads, self.shape.H, self.shape.B * num_scores)
+
+    def fetches(self, direction: Direction, step: Step) -> tuple[Message, ...]:
+        """What travels before a step."""
+        return self._messages(FETCHED[direction], step, lambda side: side.fetch)
+
+    def returns(self, direction: Direction, step: Step) -> tuple[Message, ...]:
+        """What travels after a step."""
+        return self._messages(RETURNED[direction], step, lambda side: side.returns)
+
+    def _messages(self, arrays: Arrays, step: Step, permutation: Callable[[Side], Permutation]) -> tuple[Message, ...]:
+        sides = [(names, getattr(step, key)) for key, names in arrays.items()]
+        return tuple(
+            Message(name, permutation(side), self.size(name, side.peer))
+            for names, side in sides
+            if side.fetch
+            for name in names
+        )
+
+    def traffic(self, direction: Direction) -> Fraction:
+        """Bytes that a worker receives on average, and sends."""
+        messages = (
+            message
+            for step in self.schedule.steps
+            for message in self.fetches(direction, step) + self.returns(direction, step)
+        )
+        return sum((Fraction(x.size * len(x.permutation)) for x in messages), Fraction(0)) / self.schedule.num_workers
+
+    def memory(self, direction: Direction) -> tuple[int, ...]:
+        """Bytes that each worker reads and writes outside of kernels: before each step, and after the last.
+
+        Those are delta, parts that are cut out to be sent, results that are merged or added, and the last cast. All
+        workers run the same program: what is masked out costs the same.
+        """
+        steps = self.schedule.steps
+        amounts = [self._cut(direction, step) for step in steps[1:]] + [0, 0]
+        if direction == "backward":
+            amounts[0] += self.size("q") + self.size("dout") + self.size("delta")
+        if len(steps) == 1:
+            return tuple(amounts)
+        for key, names in RETURNED[direction].items():
+            held: set[Part] = set()
+            for number, step in enumerate(steps):
+                side, before = getattr(step, key), getattr(steps[number - 1], key) if number else None
+                for part in ([before.peer] if before and before.fetch else []) + [side.own]:
+                    amounts[number + 1] += self._included(names, key, part, held)
+            if getattr(steps[-1], key).fetch:
+                amounts[-1] += self._included(names, key, getattr(steps[-1], key).peer, held)
+            amounts[-1] += sum(self.size(name) * (4 + self.shape.itemsize) // 4 for name in names)
+        return tuple(amounts)
+
+    def _cut(self, direction: Direction, step: Step) -> int:
+        sides = [(names, getattr(step, key)) for key, names in FETCHED[direction].items()]
+        cut = [(names, side.peer) for names, side in sides if side.fetch and side.peer != WHOLE]
+        return sum(2 * self.size(name, part) for names, part in cut for name in names)
+
+    def _included(self, names: tuple[str, ...], key: str, part: Part, held: set[Part]) -> int:
+        """Of results that join those that a worker holds: two are read and one is written; the first is just kept."""
+        amount = 0
+        for own in getattr(self.schedule, f"{key}_parts"):
+            if part in (own, WHOLE):
+                amount += 3 * sum(self.size(name, own) for name in names) * (own in held)
+                held.add(own)
+        return amount
+
+    def size(self, name: str, part: Part = WHOLE) -> int:
+        """Bytes of a part of a chunk of an array, by its name in executor.py."""
+        first, last, num_heads = self._box(part, self.shape.K if name in KV_HEADS else self.shape.N)
+        width = (1 if name in ONE_PER_ROW else self.shape.H) * (4 if name in FLOAT32 else self.shape.itemsize)
+        return self.shape.B * (last - first) * num_heads * width
+
+    def _box(self, part: Part, num_heads: int) -> tuple[int, int, int]:
+        """(first row, row after the last, heads) of a part, as executor.py cuts it."""
+        if part.cut == "heads":
+            return 0, self.rows, num_heads // part.count
+        size = -(-self.rows // part.count)
+        return part.index * size, (part.index + 1) * size, num_heads
+
+
+class Rate(NamedTuple):
+    """A kernel's FLOP/s on a chunk of T tokens: peak * T / (T + half). half: tokens at which it is half of the peak."""
+
+    peak: float
+    half: float
+
+    def at(self, T: int) -> float:
+        return self.peak * T / (T + self.half)
+
+
+class Kernel(NamedTuple):
+    """Rates on chunks that the causal mask cuts, and on full ones."""
+
+    causal: Rate
+    full: Rate
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs that are all alike, each with a full-duplex link of its own.
+
+    head_dim: that for which the rates hold. link: bytes/s each way. latency: seconds from the last byte sent until the
+    receiver can go on. memory: bytes/s.
+    """
+
+    name: str
+    forward: Kernel
+    backward: Kernel
+    head_dim: int
+    link: float
+    latency: float
+    memory: float
+
+    def kernel_seconds(self, direction: Direction, cost: Cost, task: Task | None) -> float:
+        """Of a task; a worker without one passes at once."""
+        if task is None:
+            return 0.0
+        kernel = self.forward if direction == "forward" else self.backward
+        rate = kernel.causal if cost.schedule.is_causal and task.q == task.kv else kernel.full
+        return cost.flops(direction, task) / rate.at(cost.rows)
+
+
+# Least squares of 1 / rate over 1 / T, of the medians in benchmarks/results/kernel.csv at commit 57760a2 of `hopper`,
+# cases [4..128]k_d128_mha_causal and [4,16]k_d128_mha_full. Below 4096 tokens the rows time the host that starts them.
+H200_FORWARD = Kernel(causal=Rate(626.7e12, 726), full=Rate(612.5e12, 490))
+H200_BACKWARD = Kernel(causal=Rate(534.8e12, 1102), full=Rate(523.0e12, 430))
+H200_MEMORY = 4.8e12  # data sheet
+# Line through two times of one ppermute between two H200s (NV18) with the flags of xla_flags.py, 2026-11-29: 16 MiB at
+# 123 GB/s, 512 MiB at 382 GB/s. The data sheet has 450 GB/s each way.
+NVLINK = 410e9
+NVLINK_LATENCY = 95e-6
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        Machine("h200-nvlink", H200_FORWARD, H200_BACKWARD, 128, NVLINK, NVLINK_LATENCY, H200_MEMORY),
+        # Nominal, nothing measured: 400 Gb/s for each GPU, and the latency that was measured over NVLink.
+        Machine("h200-400g", H200_FORWARD, H200_BACKWARD, 128, 50e9, NVLINK_LATENCY, H200_MEMORY),
+    )
+}
