@@ -1,29 +1,33 @@
 """distflash_attention on the GPUs of this machine beside others, in turns: `python -m benchmarks.attention`.
 
 The bound of a row is the time of our kernel on one GPU divided by the number of workers. Beside the strategies stand
-`ulysses_cudnn`, heads exchanged for tokens around cuDNN's kernel; `balanced_without_messages`, which computes alike and
-leaves out what travels, so that the difference is what communication costs; and `balanced_default_flags`, without the
-XLA flags of distflash_jax.xla_flags.
+Ulysses and an all-gather of k and v, around our kernel, Ulysses around cuDNN's (`ulysses_cudnn`), and PyTorch's
+context_parallel (`torch_cp`, in processes of its own before the others); `balanced_without_messages`, which computes
+alike and leaves out what travels, so that the difference is what communication costs; and `balanced_default_flags`,
+without the XLA flags of distflash_jax.xla_flags.
 """
 
 import argparse
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from benchmarks import strategies
 from benchmarks.cases import ATTENTION, Case
-from benchmarks.harness import RESULTS, time_in_turns, write_rows
-from distflash_jax import cost, distflash_attention, executor, xla_flags
+from benchmarks.harness import RESULTS, Quantiles, quantiles, time_in_turns, write_rows
+from benchmarks.peers import one_line
+from distflash_jax import cost, distflash_attention, executor, which_implementation, xla_flags
 from distflash_jax.schedule import STRATEGIES
 
 MODES = ("forward", "forward_backward")
@@ -31,20 +35,14 @@ DEFAULT_FLAGS = {
     "xla_gpu_collective_permute_mode": "COLLECTIVES_PRIVATE_MEMORY",
     "xla_gpu_experimental_parallel_collective_overlap_limit": "1",
 }
-PEERS = ("ulysses_cudnn", "balanced_without_messages", "balanced_default_flags")
-
-
-def ulysses(q: Array, k: Array, v: Array, *, mesh: jax.sharding.Mesh, implementation: str) -> Array:
-    """Causal attention of [B, T, N, H] sharded over T: all tokens of some heads on each GPU, and back."""
-    exchange = functools.partial(lax.all_to_all, axis_name="seq", tiled=True)
-
-    def attend(*chunks: Array) -> Array:
-        whole = (exchange(x, split_axis=2, concat_axis=1) for x in chunks)
-        out = jax.nn.dot_product_attention(*whole, is_causal=True, implementation=implementation)  # pyright: ignore
-        return exchange(out, split_axis=1, concat_axis=2)
-
-    spec = P(None, "seq")
-    return jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec)(q, k, v)
+PEERS = {
+    "ulysses": lambda mesh, kernel: strategies.ulysses(mesh, functools.partial(strategies.ours, kernel)),
+    "ulysses_cudnn": lambda mesh, kernel: strategies.ulysses(mesh, strategies.cudnn),
+    "all_gather": lambda mesh, kernel: strategies.all_gather(mesh, functools.partial(strategies.ours, kernel)),
+}
+VARIANTS = ("balanced_without_messages", "balanced_default_flags")
+TORCH = "torch_cp"
+NAMES = (*STRATEGIES, *VARIANTS, *PEERS, TORCH)
 
 
 @contextlib.contextmanager
@@ -65,9 +63,9 @@ def make_call(case: Case, num_workers: int, name: str, mode: str) -> tuple[jax.s
     )
     inputs = tuple(map(place, keys, shapes))[: 3 if mode == "forward" else 4]
     attention: Callable[..., Array]
-    if name == "ulysses_cudnn":
-        on_gpu = mesh.devices.flat[0].platform != "cpu"
-        attention = functools.partial(ulysses, mesh=mesh, implementation="cudnn" if on_gpu else "xla")
+    if name in PEERS:
+        kernel = which_implementation(mesh=mesh, dtype=jnp.bfloat16, head_dim=case.H, scale=case.H**-0.5)
+        attention = PEERS[name](mesh, kernel.name)
     else:
         strategy = name if name in STRATEGIES else "balanced"
         attention = functools.partial(distflash_attention, mesh=mesh, causal=case.is_causal, strategy=strategy)
@@ -78,36 +76,53 @@ def make_call(case: Case, num_workers: int, name: str, mode: str) -> tuple[jax.s
         return program.lower(*inputs), inputs
 
 
-def measure(case: Case, mode: str) -> list[dict[str, object]]:
-    """A row for ours on one GPU, and for each strategy and peer on all of them."""
+def time_torch(cases: Sequence[Case], modes: Sequence[str]) -> dict[tuple[str, str], Quantiles]:
+    """Seconds of PyTorch's context_parallel by (case, mode); {} and a line where it cannot run."""
+    calls = {f"{case.T} {case.N} {case.K} {case.H} {mode}": (case.name, mode) for case in cases for mode in modes}
+    num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    command = ["torchrun", "--nproc-per-node", str(num_gpus), "-m", "benchmarks.torch_cp", *calls]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"{TORCH}: left out, {one_line(error)} {(getattr(error, 'stderr', None) or '')[-300:]}", flush=True)
+        return {}
+    lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+    for line in lines:
+        if "error" in line:
+            print(f"{TORCH}: {line['case']} left out, {line['error']}", flush=True)
+    return {calls[line["case"]]: quantiles(line["seconds"]) for line in lines if "seconds" in line}
+
+
+def measure(case: Case, mode: str, names: Sequence[str], torch: Quantiles | None) -> list[dict[str, object]]:
+    """A row for ours on one GPU, and for each of these names on all of them."""
     num_workers = jax.device_count()
-    names = {"one": "balanced"} | {name: name for name in (*STRATEGIES, *PEERS)}
+    labels = {"one": "balanced"} | {name: name for name in names if name != TORCH}
     # Lowered in turn, since Mosaic GPU keeps state in globals; compiled in parallel.
     lowered = {
-        label: make_call(case, 1 if label == "one" else num_workers, name, mode) for label, name in names.items()
+        label: make_call(case, 1 if label == "one" else num_workers, name, mode) for label, name in labels.items()
     }
     with ThreadPoolExecutor(len(lowered)) as pool:
         futures = {label: pool.submit(program.compile) for label, (program, _) in lowered.items()}
     calls = {label: functools.partial(futures[label].result(), *inputs) for label, (_, inputs) in lowered.items()}
-    seconds = time_in_turns(calls)
+    seconds = time_in_turns(calls) | ({} if torch is None else {TORCH: torch})
     bound = seconds["one"].p50 / num_workers
     rows = []
-    for label, quantiles in seconds.items():
+    for label, found in seconds.items():
         workers = 1 if label == "one" else num_workers
         common = {
             "benchmark": "attention",
             "case": case.name,
-            "implementation": names[label],
+            "implementation": labels.get(label, label),
             "workers": workers,
             "mode": mode,
             "bound": bound * num_workers / workers,
         }
-        rows.append(common | {"metric": "seconds", "unit": "s"} | quantiles._asdict())
+        rows.append(common | {"metric": "seconds", "unit": "s"} | found._asdict())
         flops = case.forward_flops * (1 if mode == "forward" else sum(cost.WORK.values()))
         print(
-            f"{case.name:24} {mode:17} {label:26} {quantiles.p50 * 1e3:8.2f} ms  "
-            f"{flops / quantiles.p50 / workers / 1e12:6.1f} TFLOP/s/GPU  "
-            f"{100 * common['bound'] / quantiles.p50:5.1f}% of bound",
+            f"{case.name:24} {mode:17} {label:26} {found.p50 * 1e3:8.2f} ms  "
+            f"{flops / found.p50 / workers / 1e12:6.1f} TFLOP/s/GPU  "
+            f"{100 * common['bound'] / found.p50:5.1f}% of bound",
             flush=True,
         )
     return rows
@@ -117,12 +132,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", choices=ATTENTION, default=list(ATTENTION))
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
+    parser.add_argument("--names", nargs="*", choices=NAMES, default=list(NAMES))
     parser.add_argument("--out", type=Path, default=RESULTS / "attention.csv")
     arguments = parser.parse_args()
     xla_flags.apply(xla_flags.choose())
-    for name in arguments.cases:
+    cases = [ATTENTION[name] for name in arguments.cases]
+    torch = time_torch(cases, arguments.modes) if TORCH in arguments.names else {}
+    for case in cases:
         for mode in arguments.modes:
-            write_rows(arguments.out, measure(ATTENTION[name], mode))
+            write_rows(arguments.out, measure(case, mode, arguments.names, torch.get((case.name, mode))))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import datetime
 import os
 import subprocess
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +49,11 @@ def time_in_turns[Name: Hashable](functions: dict[Name, Callable[[], object]]) -
     for _ in range(rounds):
         for name, run in functions.items():
             seconds[name].append(_time(run, calls[name]))
-    return {name: Quantiles(*np.quantile(values, (0.2, 0.5, 0.8)).tolist()) for name, values in seconds.items()}
+    return {name: quantiles(values) for name, values in seconds.items()}
+
+
+def quantiles(values: Sequence[float]) -> Quantiles:
+    return Quantiles(*np.quantile(values, (0.2, 0.5, 0.8)).tolist())
 
 
 def _time(run: Callable[[], object], calls: int) -> float:
