@@ -7,16 +7,22 @@ import numpy as np
 import pytest
 
 from train.config import InputError
-from train.data import SEPARATOR, Batches, Rows, Tokens, load
+from train.data import Batches, Rows, Share, Tokens, load, sample
 from train.loss import IGNORED
+from train.tokenizer import SEPARATOR
 
 
 def text_of(values) -> bytes:
     return bytes(int(value) for value in values)
 
 
+def share_of(values, *, seq_len=4, checksum=0, weight=1.0) -> Share:
+    tokens = Tokens(np.asarray(values), "here", checksum)
+    return Share(tokens, Rows(tokens.values, seq_len), weight)
+
+
 def batches_over(values, *, seq_len=4, batch_size=2, seed=0, checksum=0) -> Batches:
-    return Batches(Tokens(np.asarray(values), "here", checksum), seq_len=seq_len, batch_size=batch_size, seed=seed)
+    return Batches([share_of(values, seq_len=seq_len, checksum=checksum)], batch_size=batch_size, seed=seed)
 
 
 def test_labels_are_the_next_tokens_and_the_last_position_has_none():
