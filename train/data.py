@@ -1,9 +1,9 @@
 """Batches of rows of real text, {"tokens", "labels"}, in an order that a seed decides and that resumes."""
 
+import contextlib
 import dataclasses
 import hashlib
 import os
-import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -260,20 +260,20 @@ def _fingerprint(files: list[Path], tokenizer: str) -> str:
 
 
 def _write(path: Path, pieces: Iterator[np.ndarray]) -> None:
-    """Writes int32 values under a temporary name, and renames the file once it is whole."""
-    partial = None
+    """Writes int32 values under a name of this process, and renames the file once it is whole."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
-            partial = Path(file.name)
+        with partial.open("wb") as file:
             for values in pieces:
                 file.write(values.astype("<i4", copy=False).tobytes())
         partial.replace(path)
     except OSError as error:
         raise InputError(f"tokens are kept in {path.parent}: a folder that can be written ({error.strerror})") from None
     finally:
-        if partial is not None:
-            partial.unlink(missing_ok=True)
+        # Not after the rename, only where something went wrong before it.
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def _with_notes(pieces: Iterator[Encoded], source: str, total: int) -> Iterator[np.ndarray]:
