@@ -1,4 +1,4 @@
-"""Loss on rows that are not trained on: the mean, bits per byte, and how it falls with the position in a row."""
+"""Loss on rows that are set aside: the mean, bits per byte, and how it falls with the position in a row."""
 
 import itertools
 import math

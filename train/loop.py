@@ -70,10 +70,10 @@ def run(config: Config, command: list[str]) -> None:
                     state, metrics = program.step(state, batch)
                     metrics = jax.device_get(metrics)
                 report.step(done, {name: value.item() for name, value in metrics.items()})
-                if evaluation is not None and (done == config.steps or done % (config.eval_every or config.steps) == 0):
-                    report.evaluation(done, evaluation(functools.partial(_token_losses, program, state)))
                 if done % config.save_every == 0:
                     checkpoints.save(done, state, batches.position)
+                if evaluation is not None and (done == config.steps or done % (config.eval_every or config.steps) == 0):
+                    report.evaluation(done, evaluation(functools.partial(_token_losses, program, state)))
         if done > start and done % config.save_every != 0:
             checkpoints.save(done, state, batches.position)
     _conclude(report, done, config, run_dir, command)
@@ -177,7 +177,7 @@ def _introduce(config: Config, mesh: Mesh, opened: data.Data, evaluation: Evalua
         )
     if evaluation is not None:
         sources = ", ".join(share.tokens.source for share in opened.held_out)
-        say(f"evaluates {evaluation.num_rows:,} rows that are not trained on, of {sources}")
+        say(f"evaluates {evaluation.num_rows:,} rows of {sources}")
     say(f"run-dir   {run_dir}")
 
 
