@@ -9,7 +9,7 @@ import pytest
 
 from models.config import PRESETS, Llama3RopeScaling
 from train import llama
-from train.config import Config, InputError, MeshShape, StepRange, default_run_dir, open_run_dir, parse
+from train.config import Config, InputError, MeshShape, Source, StepRange, default_run_dir, open_run_dir, parse
 
 REFUSED = [
     ("--steps abc", "--steps abc: a whole number of at least 1"),
@@ -43,6 +43,13 @@ REFUSED = [
     ("--profile-steps 0:3", "--profile-steps 0:3: FIRST:LAST with 1 <= FIRST <= LAST"),
     ("--profile-steps 3:5 --steps 4", "--profile-steps 3:5: within the steps of the run, --steps 4"),
     ("--data /nowhere", "--data /nowhere: a file or folder that exists"),
+    ("--data /dev/null:0", "--data /dev/null:0: a file or folder that exists, or one with :WEIGHT above 0"),
+    ("--tokenizer /nowhere", "--tokenizer /nowhere: a file or folder that exists"),
+    ("--eval-data /nowhere", "--eval-data /nowhere: a file or folder that exists"),
+    ("--eval-fraction 1", "--eval-fraction 1: a number between 0 and 1"),
+    ("--eval-fraction 0.1 --eval-data README.md", "--eval-fraction 0.1: either this or --eval-data, not both"),
+    ("--eval-every 5", "--eval-every 5: something to evaluate, --eval-data or --eval-fraction"),
+    ("--eval-batches 5", "--eval-batches 5: something to evaluate, --eval-data or --eval-fraction"),
     ("--run-dir /dev/null", "--run-dir /dev/null: a folder, or a name for a new one"),
     ("--stpes 3", "--stpes: a flag of this command, perhaps --steps"),
     ("--hiden-size=3", "--hiden-size=3: a flag of this command, perhaps --hidden-size"),
@@ -61,7 +68,10 @@ def test_a_wrong_argument_exits_with_2_and_one_line_of_flag_value_and_what_is_al
 
 
 def test_help_and_refusals_need_no_jax():
-    script = "import sys; from train import llama; llama.main(['--steps', 'x']); assert 'jax' not in sys.modules"
+    script = (
+        "import sys; from train import llama; llama.main(['--steps', 'x']); "
+        "assert sys.modules.keys().isdisjoint({'jax', 'tokenizers', 'pyarrow'})"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
@@ -71,6 +81,15 @@ def test_flags_become_values():
     assert (config.mesh, config.profile_steps) == (MeshShape(2, 4), StepRange(3, 5))
     assert (config.batch_size, config.lr, config.dtype) == (4, 1e-4, "bfloat16")
     assert config.mesh.num_devices == 8
+
+
+def test_data_may_be_given_again_and_with_a_weight(tmp_path):
+    for name in ("a", "b:2"):
+        (tmp_path / name).write_text("text")
+    flags = [word for name in ("a:0.7", "b:2", "b:2:3") for word in ("--data", f"{tmp_path}/{name}")]
+    a, b = tmp_path / "a", tmp_path / "b:2"
+    assert parse(flags).data == (Source(a, 0.7), Source(b), Source(b, 3))
+    assert parse([]).data == ()
 
 
 def test_a_model_flag_replaces_one_field_of_the_preset():

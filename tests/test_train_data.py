@@ -6,17 +6,23 @@ import json
 import numpy as np
 import pytest
 
-from train.config import InputError
-from train.data import SEPARATOR, Batches, Rows, Tokens, load
+from train.config import Config, InputError, MeshShape, Source
+from train.data import Batches, Rows, Share, Tokens, load, open_data, sample
 from train.loss import IGNORED
+from train.tokenizer import SEPARATOR
 
 
 def text_of(values) -> bytes:
     return bytes(int(value) for value in values)
 
 
+def share_of(values, *, seq_len=4, checksum=0, weight=1.0) -> Share:
+    tokens = Tokens(np.asarray(values), "here", checksum)
+    return Share(tokens, Rows(tokens.values, seq_len), weight)
+
+
 def batches_over(values, *, seq_len=4, batch_size=2, seed=0, checksum=0) -> Batches:
-    return Batches(Tokens(np.asarray(values), "here", checksum), seq_len=seq_len, batch_size=batch_size, seed=seed)
+    return Batches([share_of(values, seq_len=seq_len, checksum=checksum)], batch_size=batch_size, seed=seed)
 
 
 def test_labels_are_the_next_tokens_and_the_last_position_has_none():
@@ -67,6 +73,87 @@ def test_a_position_that_went_through_json_resumes_exactly(num_seen):
     resumed.position = json.loads(json.dumps(undisturbed.position))
     for _ in range(12):
         np.testing.assert_array_equal(next(undisturbed)["tokens"], next(resumed)["tokens"])
+
+
+def test_tokens_that_are_only_read_are_no_labels():
+    row = Rows(np.array([~7, ~8, 9, ~3, 4], np.int32), seq_len=5)[0]
+    assert row["tokens"].tolist() == [7, 8, 9, 3, 4]
+    assert row["labels"].tolist() == [IGNORED, 9, IGNORED, 4, IGNORED]
+
+
+def firsts(batches, num_batches) -> list[int]:
+    return [int(token) for _ in range(num_batches) for token in next(batches)["tokens"][:, 0]]
+
+
+def mixture(seed=0) -> Batches:
+    """Ten rows that begin with 0 to 36, seven parts; three that begin with 100 to 108, three parts."""
+    shares = [share_of(np.arange(40), weight=7.0), share_of(np.arange(100, 112), weight=3.0)]
+    return Batches(shares, batch_size=10, seed=seed)
+
+
+def test_weights_are_shares_of_the_samples_and_a_small_source_repeats_in_new_orders():
+    batches = mixture()
+    drawn = [firsts(batches, 1) for _ in range(10)]
+    assert [sum(token < 100 for token in batch) for batch in drawn] == [7] * 10
+    large, small = ([t for batch in drawn for t in batch if (t < 100) == is_large] for is_large in (True, False))
+    assert all(sorted(large[i : i + 10]) == list(range(0, 40, 4)) for i in range(0, 70, 10))
+    assert all(sorted(small[i : i + 3]) == [100, 104, 108] for i in range(0, 30, 3))
+    assert len({tuple(small[i : i + 3]) for i in range(0, 30, 3)}) > 1
+    assert firsts(mixture(), 5) != firsts(mixture(seed=1), 5)
+
+
+def test_a_position_in_a_mixture_resumes_exactly_a_second_time_too():
+    undisturbed = mixture()
+    whole = [firsts(undisturbed, 1) for _ in range(9)]
+    position, resumed = mixture().position, []
+    for _ in range(3):
+        batches = mixture()
+        batches.position = json.loads(json.dumps(position))
+        resumed += [firsts(batches, 1) for _ in range(3)]
+        position = batches.position
+    assert resumed == whole
+
+
+def test_a_seed_may_be_as_large_as_the_flag_allows():
+    shares = [share_of(np.arange(40)), share_of(np.arange(100, 112))]
+    assert len(firsts(Batches(shares, batch_size=2, seed=2**31 - 1), 2)) == 4
+
+
+def test_held_out_rows_are_chosen_by_the_seed_and_never_trained_on():
+    rows = Rows(np.arange(400), seq_len=4)
+    kept, held_out = rows.split(0.1, seed=3)
+    assert (len(kept), len(held_out)) == (90, 10)
+    starts = [[int(some[i]["tokens"][0]) for i in range(len(some))] for some in (kept, held_out)]
+    assert sorted(starts[0] + starts[1]) == list(range(0, 400, 4))
+    # The choice must be the same in years, or a resumed run trains on what it evaluated.
+    assert starts[1] == [68, 88, 164, 240, 252, 272, 328, 344, 364, 368]
+    assert rows.split(0.1, seed=4)[1].chosen.tolist() != held_out.chosen.tolist()
+
+
+def test_a_row_is_held_out_however_often_its_source_is_in_the_mixture(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(200, dtype=np.uint8))
+    config = Config(
+        mesh=MeshShape(), seq_len=4, data=(Source(tmp_path / "a.npy", 0.5),) * 2, eval_fraction=0.2, batch_size=2
+    )
+    opened = open_data(config, tmp_path)
+    trained = set(firsts(Batches(opened.training, batch_size=2, seed=0), 200))
+    evaluated = {int(row["tokens"][0]) for row in sample(opened.held_out, 0)}
+    assert len(trained) == 40
+    assert evaluated and trained.isdisjoint(evaluated)
+    assert opened.num_bytes is None
+
+
+def test_too_few_rows_to_hold_one_out_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"abc")
+    config = Config(mesh=MeshShape(), seq_len=4, data=(Source(tmp_path / "a.txt"),), eval_fraction=0.5)
+    with pytest.raises(InputError, match=r"--eval-fraction 0\.5: at least 2 rows of 4 tokens, found 1 in "):
+        open_data(config, tmp_path)
+
+
+def test_errors_of_the_evaluated_data_name_their_own_flag(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"abc")
+    with pytest.raises(InputError, match=r"--eval-data .*a\.bin: "):
+        open_data(Config(eval_data=tmp_path / "a.bin"), tmp_path)
 
 
 def test_a_position_in_other_data_is_refused():

@@ -1,6 +1,7 @@
 """The training command as a user runs it: a child process, at a size that compiles in seconds."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -141,6 +142,21 @@ def test_a_truncated_checkpoint_falls_back_and_the_losses_stay_exact(undisturbed
     assert "checkpoint 4 is not whole, trying an older one" in said
     assert "resuming after step 2" in said
     assert losses(resumed) == {step: loss for step, loss in losses(undisturbed[0]).items() if step > 2}
+
+
+def test_an_evaluation_is_reported_and_changes_no_step(undisturbed, train, tmp_path):
+    (tmp_path / "eval.txt").write_bytes(b"to be evaluated\n" * 20)
+    flags = ("--steps", "3", "--eval-data", str(tmp_path / "eval.txt"), "--eval-every", "2", "--eval-batches", "2")
+    lines, said = train(tmp_path / "run", *flags)
+    evaluated = [line for line in lines if "eval_loss" in line]
+    assert [line["step"] for line in evaluated] == [2, 3]
+    assert evaluated[0]["eval_num_tokens"] == 2 * 4 * 31
+    assert evaluated[0]["eval_bits_per_byte"] == pytest.approx(evaluated[0]["eval_loss"] / math.log(2))
+    assert {f"eval_loss_from_{position}" for position in (0, 2, 4, 8, 16)} <= evaluated[0].keys()
+    assert f"evaluates 8 rows of {tmp_path / 'eval.txt'}" in said
+    assert b"eval_bits_per_byte" in next((tmp_path / "run").glob("events.out.tfevents.*")).read_bytes()
+    trained = [line for line in lines if "loss" in line]
+    assert losses(trained).items() <= losses(undisturbed[0]).items()
 
 
 def test_recomputing_whole_layers_changes_no_loss(undisturbed, train, tmp_path):

@@ -67,6 +67,25 @@ class StepRange:
         return cls(int(numbers[1]), int(numbers[2]))
 
 
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A file or folder of training data, and its share of the samples relative to the other sources."""
+
+    path: Path
+    weight: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.weight:g}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Source":
+        path, _, weight = text.rpartition(":")
+        with contextlib.suppress(ValueError):
+            if path and not Path(text).exists() and 0 < float(weight) < float("inf"):
+                return cls(Path(path), float(weight))
+        return cls(Path(text))
+
+
 def _flag(parse: Callable[[str], Any], metavar: str):
     """Says to tyro how one word of the command line becomes a value."""
     return tyro.constructors.PrimitiveConstructorSpec(
@@ -118,6 +137,7 @@ Dtype = Literal["float32", "bfloat16"]
 _whole = _number(int, "N", "a whole number of at least 1", lambda n: n >= 1)
 _whole_or_zero = _number(int, "N", "a whole number of at least 0", lambda n: n >= 0)
 _positive = _number(float, "X", "a finite number above 0", lambda x: 0 < x < float("inf"))
+_fraction = _number(float, "X", "a number between 0 and 1", lambda x: 0 < x < 1)
 _seed = _number(int, "N", "a whole number from 0 to 2147483647", lambda n: 0 <= n < 2**31)
 
 
@@ -161,9 +181,22 @@ class Config:
     input alone (layer), or everything (none)."""
     strategy: Annotated[Strategy, _choice(*get_args(Strategy))] = "balanced"
     """Schedule of the attention over the seq axis."""
-    data: Annotated[Path | None, _flag(Path, "PATH")] = None
-    """Text file, folder of text files, .jsonl with a text field, or tokens as .npy or .bin (little-endian
-    uint16); without it: the source files of Python's standard library, one token a byte."""
+    data: tyro.conf.UseAppendAction[tuple[Annotated[Source, _flag(Source.parse, "PATH[:WEIGHT]")], ...]] = ()
+    """Text, .jsonl or .parquet file, folder of them, or tokens as .npy or .bin (little-endian uint16); with
+    several, samples are drawn in proportion to the weights. Lines and rows hold a text, or messages, or prompt
+    and completion, of which the answers alone are learned. Without it: the source files of Python's standard
+    library."""
+    tokenizer: Annotated[Path | None, _flag(Path, "PATH")] = None
+    """tokenizer.json, or a folder with it, its tokenizer_config.json and chat template; without it: one token
+    a byte."""
+    eval_data: Annotated[Path | None, _flag(Path, "PATH")] = None
+    """Data of the kinds of --data on which the loss is evaluated."""
+    eval_fraction: Annotated[float | None, _fraction] = None
+    """Share of the rows of each source that is never trained on but evaluated, in place of --eval-data."""
+    eval_every: Annotated[int | None, _whole] = None
+    """Steps between two evaluations; without it after the last step only, where there is always one."""
+    eval_batches: Annotated[int | None, _whole] = None
+    """Most batches of one evaluation; without it: 16."""
     run_dir: Annotated[Path | None, _flag(Path, "PATH")] = None
     """Folder of config, checkpoints, scalars and profiles; without it: runs/MODEL-HASH, by configuration."""
     save_every: Annotated[int, _whole] = 100
@@ -185,10 +218,23 @@ class Config:
             raise InputError(f"--batch-size {self.batch_size}: a multiple of the data axis of --mesh {self.mesh}")
         if self.profile_steps is not None and self.profile_steps.last > self.steps:
             raise InputError(f"--profile-steps {self.profile_steps}: within the steps of the run, --steps {self.steps}")
-        if self.data is not None and not self.data.exists():
-            raise InputError(f"--data {self.data}: a file or folder that exists")
+        for source in self.data:
+            if not source.path.exists():
+                raise InputError(f"--data {source.path}: a file or folder that exists, or one with :WEIGHT above 0")
+        for flag, path in (("--tokenizer", self.tokenizer), ("--eval-data", self.eval_data)):
+            if path is not None and not path.exists():
+                raise InputError(f"{flag} {path}: a file or folder that exists")
+        self._check_evaluation()
         if self.run_dir is not None and self.run_dir.exists() and not self.run_dir.is_dir():
             raise InputError(f"--run-dir {self.run_dir}: a folder, or a name for a new one")
+
+    def _check_evaluation(self) -> None:
+        if self.eval_data is not None and self.eval_fraction is not None:
+            raise InputError(f"--eval-fraction {self.eval_fraction:g}: either this or --eval-data, not both")
+        if self.eval_data is None and self.eval_fraction is None:
+            for flag, number in (("--eval-every", self.eval_every), ("--eval-batches", self.eval_batches)):
+                if number is not None:
+                    raise InputError(f"{flag} {number}: something to evaluate, --eval-data or --eval-fraction")
 
     @property
     def llama(self) -> LlamaConfig:
@@ -239,7 +285,7 @@ def _message_in(box: str) -> str:
     return text
 
 
-_MAY_CHANGE = {"steps", "save_every", "profile_steps"}
+_MAY_CHANGE = {"steps", "save_every", "profile_steps", "eval_data", "eval_every", "eval_batches"}
 
 
 def _to_json(config: Config) -> dict[str, Any]:
@@ -248,9 +294,16 @@ def _to_json(config: Config) -> dict[str, Any]:
     del settings["overrides"], settings["run_dir"]
     return settings | {
         "mesh": str(config.mesh),
-        "data": config.data and str(config.data),
+        "data": [str(source) for source in config.data],
+        "tokenizer": config.tokenizer and str(config.tokenizer),
+        "eval_data": config.eval_data and str(config.eval_data),
         "profile_steps": config.profile_steps and str(config.profile_steps),
     }
+
+
+def run_dir_of(config: Config) -> Path:
+    """The folder of the run, which need not exist yet."""
+    return config.run_dir or default_run_dir(config)
 
 
 def default_run_dir(config: Config) -> Path:
@@ -267,7 +320,7 @@ def open_run_dir(config: Config) -> Path:
     Raises:
       InputError: the folder holds another configuration, or cannot be written.
     """
-    run_dir = config.run_dir or default_run_dir(config)
+    run_dir = run_dir_of(config)
     settings, path = _to_json(config), run_dir / "config.json"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

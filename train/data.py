@@ -1,178 +1,302 @@
 """Batches of rows of real text, {"tokens", "labels"}, in an order that a seed decides and that resumes."""
 
+import contextlib
 import dataclasses
-import json
-import sysconfig
+import hashlib
+import os
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grain
 import numpy as np
 
-from train.config import InputError
+from train.config import Config, InputError
 from train.loss import IGNORED
-
-SEPARATOR = 256
-"""Token between two documents of byte-level text; bytes are the tokens 0 to 255."""
+from train.report import say
+from train.sources import Document, documents, files_of, is_token_file, map_tokens
+from train.tokenizer import ByteTokenizer, Encoded, Tokenizer, load_tokenizer
 
 _CHECKED_AT_ONCE = 2**24
+_SECONDS_BETWEEN_NOTES = 5
+# Counts the changes of what `load` makes of the same files and tokenizer.
+_CACHE_VERSION = 1
+_BYTES = ByteTokenizer()
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """One stream of tokens, where it comes from, and a checksum that tells it from another."""
+    """One stream of tokens, where it comes from, and a checksum that tells it from another.
+
+    A value ~t, which is below 0, is the token t that is read but not learned.
+    """
 
     values: np.ndarray
     source: str
     checksum: int
 
 
-def load(path: Path | None, vocab_size: int) -> Tokens:
+def load(
+    path: Path | None,
+    vocab_size: int,
+    *,
+    tokenizer: Tokenizer = _BYTES,
+    cache: Path | None = None,
+    flag: str = "--data",
+) -> Tokens:
     """Returns the tokens of a file or folder, or of Python's own source text where `path` is None.
 
-    Text is read as bytes, with the token SEPARATOR between documents; a file is a document, and so is a line
-    of a .jsonl. Token files are mapped: .npy of one dimension and any integer type, .bin of little-endian
-    uint16. Every token is looked at once.
+    Documents follow each other with the borders of the tokenizer. Token files are mapped as they are. Every
+    token is looked at once.
+
+    Args:
+      cache: folder in which the tokens of a tokenizer.json are kept, so that only the first call makes them;
+        without it, and for bytes, they are in memory.
+      flag: begins the message of an error.
 
     Raises:
       InputError: unreadable, empty, malformed, or a token outside the vocabulary.
     """
-    if path is None:
-        values, source = _concatenate(_standard_library()), "the source files of Python's standard library"
-    elif path.suffix in (".npy", ".bin"):
-        values, source = _map_tokens(path), str(path)
-    else:
-        values, source = _concatenate(_documents(path)), str(path)
+    source = "the source files of Python's standard library" if path is None else str(path)
+    smallest = -vocab_size
+    try:
+        if path is not None and is_token_file(path):
+            values, smallest = map_tokens(path), 0
+        else:
+            values = _encode(files_of(path), source, tokenizer, cache)
+    except InputError as error:
+        raise InputError(f"{flag} {error}") from None
     if len(values) < 2:
-        raise InputError(f"--data {source}: at least 2 tokens, found {len(values)}")
-    return Tokens(values, source, _checksum(values, source, vocab_size))
+        raise InputError(f"{flag} {source}: at least 2 tokens, found {len(values)}")
+    return Tokens(values, source, _checksum(values, f"{flag} {source}", smallest, vocab_size))
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """The stream cut into rows of `seq_len`; labels are the tokens shifted left by one within the row.
 
-    The last position of a row has no label. A short last row is padded with token 0 and without labels.
+    The last position of a row has no label, nor has one whose next token is only read. A short last row is
+    padded with token 0 and without labels. With `chosen`, the rows of these numbers only.
     """
 
     values: np.ndarray
     seq_len: int
+    chosen: np.ndarray | None = None
 
     def __len__(self) -> int:
+        if self.chosen is not None:
+            return len(self.chosen)
         whole, rest = divmod(len(self.values), self.seq_len)
         return whole + (rest > 1)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        start = index * self.seq_len
+        start = (index if self.chosen is None else int(self.chosen[index])) * self.seq_len
         piece = np.asarray(self.values[start : start + self.seq_len], np.int32)
+        is_read_only = piece < 0
         tokens = np.zeros(self.seq_len, np.int32)
         labels = np.full(self.seq_len, IGNORED, np.int32)
-        tokens[: len(piece)] = piece
-        labels[: len(piece) - 1] = piece[1:]
+        tokens[: len(piece)] = np.where(is_read_only, ~piece, piece)
+        labels[: len(piece) - 1] = np.where(is_read_only, IGNORED, piece)[1:]
         return {"tokens": tokens, "labels": labels}
+
+    def split(self, fraction: float, seed: int) -> tuple["Rows", "Rows"]:
+        """Returns (kept, held out): the seed and a row's number alone decide where it belongs.
+
+        Raises:
+          ValueError: fewer than two rows.
+        """
+        if len(self) < 2:
+            raise ValueError(f"at least 2 rows of {self.seq_len} tokens, found {len(self)}")
+        count = min(max(round(fraction * len(self)), 1), len(self) - 1)
+        held_out = np.sort(np.argsort(_mix_bits(len(self), seed), kind="stable")[:count])
+        kept = np.delete(np.arange(len(self)), held_out)
+        return dataclasses.replace(self, chosen=kept), dataclasses.replace(self, chosen=held_out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Rows of a source, and how many samples are drawn from them relative to the other sources."""
+
+    tokens: Tokens
+    rows: Rows
+    weight: float = 1.0
 
 
 class Batches:
-    """Endless batches of rows, shuffled anew each epoch; `position` is where it stands, as JSON."""
+    """Endless batches of rows; `position` is where it stands, as JSON.
 
-    def __init__(self, tokens: Tokens, *, seq_len: int, batch_size: int, seed: int) -> None:
-        self._tokens = tokens
-        rows = (
-            grain.MapDataset.source(Rows(tokens.values, seq_len))
-            .seed(seed)
-            .shuffle()
-            .repeat()
-            .batch(batch_size, drop_remainder=True)
-        )
-        self._iterator = iter(rows.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
+    Each source is shuffled anew whenever all its rows were drawn; sources take turns in proportion to their
+    weights.
+    """
+
+    def __init__(self, shares: Sequence[Share], *, batch_size: int, seed: int) -> None:
+        self._shares = shares
+        rows = _mix(shares, [_shuffle(share.rows, seed + i).repeat() for i, share in enumerate(shares)])
+        batches = rows.batch(batch_size, drop_remainder=True)
+        self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
 
     def __next__(self) -> dict[str, np.ndarray]:
         return next(self._iterator)
 
     @property
     def position(self) -> dict[str, Any]:
-        return {"checksum": self._tokens.checksum, "iterator": self._iterator.get_state()}
+        return {
+            "checksum": [share.tokens.checksum for share in self._shares],
+            "iterator": self._iterator.get_state(),
+        }
 
     @position.setter
     def position(self, position: dict[str, Any]) -> None:
-        if position["checksum"] != self._tokens.checksum:
-            raise InputError(
-                f"--data {self._tokens.source}: the data of the checkpoint, but its content has changed since"
-            )
+        for share, checksum in zip(self._shares, position["checksum"], strict=True):
+            if checksum != share.tokens.checksum:
+                raise InputError(
+                    f"--data {share.tokens.source}: the data of the checkpoint, but its content has changed since"
+                )
         self._iterator.set_state(position["iterator"])
 
 
-def _standard_library() -> Iterator[bytes]:
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    for path in sorted(root.rglob("*.py")):
-        if skipped.isdisjoint(path.relative_to(root).parts):
-            yield _read(path)
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What a run trains on, what it evaluates, if anything, and the bytes of text of each token, if known."""
+
+    training: list[Share]
+    held_out: list[Share]
+    num_bytes: np.ndarray | None
 
 
-def _documents(path: Path) -> Iterator[bytes]:
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    for file in files:
-        if file.suffix in (".npy", ".bin"):
-            raise InputError(f"--data {path}: a folder of text files; pass the token file {file} by itself")
-        yield from _lines(file) if file.suffix == ".jsonl" else [_read(file)]
+def open_data(config: Config, cache: Path) -> Data:
+    """Reads all data of a configuration; `cache` is the folder in which their tokens are kept.
 
-
-def _lines(file: Path) -> Iterator[bytes]:
-    for number, line in enumerate(_read(file).splitlines(), start=1):
-        if line.strip():
-            try:
-                yield json.loads(line)["text"].encode("utf-8", "surrogatepass")
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise InputError(f'--data {file}: line {number} is a JSON object with a string "text"') from None
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise InputError(f"--data {file}: a readable file ({error.strerror})") from None
-
-
-def _concatenate(documents: Iterator[bytes]) -> np.ndarray:
-    filled: Sequence[bytes] = [document for document in documents if document]
-    values = np.full(sum(map(len, filled)) + max(len(filled) - 1, 0), SEPARATOR, np.uint16)
-    start = 0
-    for document in filled:
-        values[start : start + len(document)] = np.frombuffer(document, np.uint8)
-        start += len(document) + 1
-    return values
-
-
-def _map_tokens(path: Path) -> np.ndarray:
-    try:
-        if path.suffix == ".npy":
-            values = np.load(path, mmap_mode="r", allow_pickle=False)
-        elif path.stat().st_size % 2 != 0:
-            raise ValueError("its size is odd")
-        else:
-            values = np.memmap(path, "<u2", mode="r") if path.stat().st_size else np.zeros(0, np.uint16)
-    except (OSError, ValueError, EOFError) as error:
+    Raises:
+      InputError: as `load`, or a tokenizer or a share to hold out that the model or the data have no room for.
+    """
+    tokenizer, vocab_size = load_tokenizer(config.tokenizer), config.llama.vocab_size
+    if config.tokenizer is not None and tokenizer.vocab_size > vocab_size:
         raise InputError(
-            f"--data {path}: a readable file of tokens, .npy or .bin of little-endian uint16 ({error})"
-        ) from None
-    if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
-        raise InputError(f"--data {path}: one dimension of integers, found {values.dtype}{list(values.shape)}")
-    return values
+            f"--vocab-size {vocab_size}: at least {tokenizer.vocab_size}, for --tokenizer {config.tokenizer}"
+        )
+    training, held_out = [], []
+    for source in config.data or (None,):
+        tokens = load(source and source.path, vocab_size, tokenizer=tokenizer, cache=cache)
+        rows, weight = Rows(tokens.values, config.seq_len), source.weight if source else 1.0
+        if config.eval_fraction is not None:
+            try:
+                rows, others = rows.split(config.eval_fraction, config.seed)
+            except ValueError as error:
+                raise InputError(f"--eval-fraction {config.eval_fraction:g}: {error} in {tokens.source}") from None
+            held_out.append(Share(tokens, others, weight))
+        training.append(Share(tokens, rows, weight))
+    if config.eval_data is not None:
+        tokens = load(config.eval_data, vocab_size, tokenizer=tokenizer, cache=cache, flag="--eval-data")
+        held_out.append(Share(tokens, Rows(tokens.values, config.seq_len)))
+    evaluated = [config.eval_data] if config.eval_data else [source.path for source in config.data]
+    # Without --tokenizer, nobody knows what the numbers of a token file stand for.
+    is_unknown = config.tokenizer is None and any(map(is_token_file, evaluated))
+    if is_unknown or tokenizer.num_bytes is None:
+        return Data(training, held_out, None)
+    return Data(training, held_out, np.pad(tokenizer.num_bytes, (0, max(vocab_size - tokenizer.vocab_size, 0))))
 
 
-def _checksum(values: np.ndarray, source: str, vocab_size: int) -> int:
+def sample(shares: Sequence[Share], seed: int) -> Sequence[dict[str, np.ndarray]]:
+    """The rows in a fixed order in which sources take turns as in `Batches`, until one has no more."""
+    rows = _mix(shares, [_shuffle(share.rows, seed + i) for i, share in enumerate(shares)])
+    return cast(Sequence[dict[str, np.ndarray]], rows)
+
+
+def _shuffle(rows: Rows, seed: int) -> grain.MapDataset:
+    return grain.MapDataset.source(rows).seed(seed).shuffle()
+
+
+def _mix(shares: Sequence[Share], rows: list[grain.MapDataset]) -> grain.MapDataset:
+    return rows[0] if len(rows) == 1 else grain.MapDataset.mix(rows, [share.weight for share in shares])
+
+
+def _mix_bits(count: int, seed: int) -> np.ndarray:
+    """A hash of (seed, i) for each i below `count`; NumPy promises no order of its generators for the years.
+
+    Source: the finaliser of splitmix64, Steele, Lea and Flood, 2014, applied twice.
+    """
+    bits = np.arange(count, dtype=np.uint64) + (np.uint64(seed) << np.uint64(32))
+    for _ in range(2):
+        bits = bits + np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits ^= bits >> np.uint64(31)
+    return bits
+
+
+def _encode(files: list[Path], source: str, tokenizer: Tokenizer, cache: Path | None) -> np.ndarray:
+    """The tokens of all documents, one after the other; from the cache where they are kept there."""
+    if cache is None or isinstance(tokenizer, ByteTokenizer):
+        pieces = [values for values, _ in tokenizer.encode(_filled(files))]
+        return np.concatenate(pieces) if pieces else np.zeros(0, np.uint16)
+    kept = cache / f"{_fingerprint(files, tokenizer.fingerprint)}.int32"
+    if not kept.exists():
+        total = sum(file.stat().st_size for file in files)
+        _write(kept, _with_notes(tokenizer.encode(_filled(files)), source, total))
+    return np.memmap(kept, "<i4", mode="r") if kept.stat().st_size else np.zeros(0, np.int32)
+
+
+def _filled(files: list[Path]) -> Iterator[Document]:
+    return (document for file in files for document in documents(file) if document.content)
+
+
+def _fingerprint(files: list[Path], tokenizer: str) -> str:
+    """Tells files apart without reading them whole: by name, size, time of the last change, beginning and end."""
+    digest = hashlib.sha256(f"{_CACHE_VERSION} {tokenizer}".encode())
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                digest.update(f"\n{path.name} {stat.st_size} {stat.st_mtime_ns} ".encode("utf-8", "surrogateescape"))
+                digest.update(file.read(2**16))
+                file.seek(max(stat.st_size - 2**16, 0))
+                digest.update(file.read(2**16))
+        except OSError as error:
+            raise InputError(f"{path}: a readable file ({error.strerror})") from None
+    return digest.hexdigest()[:32]
+
+
+def _write(path: Path, pieces: Iterator[np.ndarray]) -> None:
+    """Writes int32 values under a name of this process, and renames the file once it is whole."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            for values in pieces:
+                file.write(values.astype("<i4", copy=False).tobytes())
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"tokens are kept in {path.parent}: a folder that can be written ({error.strerror})") from None
+    finally:
+        # Not after the rename, only where something went wrong before it.
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def _with_notes(pieces: Iterator[Encoded], source: str, total: int) -> Iterator[np.ndarray]:
+    """The values, with a line to the user every few seconds."""
+    done, told = 0.0, time.monotonic()
+    for values, size in pieces:
+        yield values
+        done += size
+        if time.monotonic() - told > _SECONDS_BETWEEN_NOTES:
+            told = time.monotonic()
+            say(f"tokenizing {source}: {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB")
+
+
+def _checksum(values: np.ndarray, source: str, smallest: int, vocab_size: int) -> int:
     """CRC-32 of the tokens; refuses those outside the vocabulary on the way."""
     checksum = zlib.crc32(str(values.dtype).encode())
     for start in range(0, len(values), _CHECKED_AT_ONCE):
         piece = np.ascontiguousarray(values[start : start + _CHECKED_AT_ONCE])
-        outside = (piece < 0) | (piece >= vocab_size)
+        outside = (piece < smallest) | (piece >= vocab_size)
         if outside.any():
             index = int(outside.argmax())
             raise InputError(
-                f"--data {source}: tokens from 0 to {vocab_size - 1} (--vocab-size {vocab_size}), "
+                f"{source}: tokens from 0 to {vocab_size - 1} (--vocab-size {vocab_size}), "
                 f"found {piece[index]} at position {start + index}"
             )
         checksum = zlib.crc32(piece.view(np.uint8), checksum)

@@ -11,6 +11,7 @@ from typing import Self, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -19,7 +20,8 @@ from distflash_jax import distflash_attention, remat, which_implementation, xla_
 from models.llama import Llama, Remat
 from train import data
 from train.checkpoint import Checkpoints
-from train.config import Config, StepRange, open_run_dir
+from train.config import Config, StepRange, open_run_dir, run_dir_of
+from train.evaluation import Evaluation
 from train.interrupt import Interrupt
 from train.mesh import describe, make_mesh
 from train.report import Report, say
@@ -42,11 +44,12 @@ def run(config: Config, command: list[str]) -> None:
     xla_flags.apply(xla_flags.choose() | (xla_flags.PROFILING if config.profile_steps is not None else {}))
     mesh = make_mesh(config.mesh, config.platform)
     config = _resolve(config, mesh)
-    tokens = data.load(config.data, config.llama.vocab_size)
-    batches = data.Batches(tokens, seq_len=config.seq_len, batch_size=config.batch_size, seed=config.seed)
+    opened = data.open_data(config, cache=run_dir_of(config) / "tokens")
+    batches = data.Batches(opened.training, batch_size=config.batch_size, seed=config.seed)
+    evaluation = _make_evaluation(config, opened)
     program = build_program(config, mesh)
     run_dir = open_run_dir(config)
-    _introduce(config, mesh, tokens, run_dir)
+    _introduce(config, mesh, opened, evaluation, run_dir)
     with (
         Interrupt(lambda: say("stopping after this step; a second signal leaves at once")) as interrupt,
         contextlib.closing(Checkpoints(run_dir / "checkpoints")) as checkpoints,
@@ -69,6 +72,8 @@ def run(config: Config, command: list[str]) -> None:
                 report.step(done, {name: value.item() for name, value in metrics.items()})
                 if done % config.save_every == 0:
                     checkpoints.save(done, state, batches.position)
+                if evaluation is not None and (done == config.steps or done % (config.eval_every or config.steps) == 0):
+                    report.evaluation(done, evaluation(functools.partial(_token_losses, program, state)))
         if done > start and done % config.save_every != 0:
             checkpoints.save(done, state, batches.position)
     _conclude(report, done, config, run_dir, command)
@@ -141,14 +146,38 @@ def _resolve(config: Config, mesh: Mesh) -> Config:
     )
 
 
-def _introduce(config: Config, mesh: Mesh, tokens: data.Tokens, run_dir: Path) -> None:
+def _make_evaluation(config: Config, opened: data.Data) -> Evaluation | None:
+    if not opened.held_out:
+        return None
+    return Evaluation(
+        data.sample(opened.held_out, config.seed),
+        batch_size=config.batch_size,
+        num_batches=config.eval_batches or 16,
+        num_bytes=opened.num_bytes,
+    )
+
+
+def _token_losses(program: Program, state: TrainState, batch: dict[str, np.ndarray]) -> np.ndarray:
+    return jax.device_get(program.token_losses(state.params, jax.device_put(batch, program.batch_sharding)))
+
+
+def _introduce(config: Config, mesh: Mesh, opened: data.Data, evaluation: Evaluation | None, run_dir: Path) -> None:
     say(f"devices   {describe(mesh)}, mesh {config.mesh}")
     say(f"model     {config.model}, {config.llama.num_parameters:,} parameters, {config.dtype} activations")
     head_dim = config.llama.head_dim
     kernel = which_implementation(mesh=mesh, dtype=jnp.dtype(config.dtype), head_dim=head_dim, scale=head_dim**-0.5)
     say(f"attention {config.strategy}, remat {config.remat}")
     say(f"kernel    {kernel.name}: {kernel.reason}")
-    say(f"data      {tokens.source}, {len(tokens.values):,} tokens in rows of {config.seq_len:,}")
+    total = sum(share.weight for share in opened.training)
+    for share in opened.training:
+        tokens = share.tokens
+        say(
+            f"data      {tokens.source}, {len(tokens.values):,} tokens in rows of {config.seq_len:,}, "
+            f"{share.weight / total:.4g} of the samples"
+        )
+    if evaluation is not None:
+        sources = ", ".join(share.tokens.source for share in opened.held_out)
+        say(f"evaluates {evaluation.num_rows:,} rows of {sources}")
     say(f"run-dir   {run_dir}")
 
 

@@ -27,7 +27,7 @@ class Report:
         self._scalars = tensorboardX.SummaryWriter(str(run_dir), purge_step=first_step if first_step > 1 else None)
         self._live = _live_line() if sys.stdout.isatty() else None
         self._task = self._live and self._live.add_task(
-            "", total=num_steps, completed=first_step - 1, loss=math.nan, speed=0.0, left="compiling"
+            "", total=num_steps, completed=first_step - 1, loss=math.nan, evaluated="", speed=0.0, left="compiling"
         )
         self._seconds: deque[float] = deque(maxlen=50)
         self._clock = time.perf_counter()
@@ -54,8 +54,7 @@ class Report:
         self.losses.append(metrics["loss"])
         left = (self._num_steps - step) * statistics.median(self._seconds or [seconds])
         metrics = {"loss": metrics["loss"], "tokens_per_second": metrics["num_tokens"] / seconds} | metrics
-        for name, value in metrics.items():
-            self._scalars.add_scalar(name, value, step)
+        self._add_scalars(step, metrics)
         if self._live and self._task is not None:
             fields = {
                 "loss": metrics["loss"],
@@ -64,8 +63,20 @@ class Report:
             }
             self._live.update(self._task, completed=step, **fields)
         else:
-            values = {"step": step, **metrics, "seconds_left": left}
-            print(json.dumps({k: v if math.isfinite(v) else None for k, v in values.items()}), flush=True)
+            _print_line({"step": step, **metrics, "seconds_left": left})
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Tells of an evaluation after a step, whose time is not the next step's; `metrics` holds eval_loss."""
+        self._add_scalars(step, metrics)
+        if self._live and self._task is not None:
+            self._live.update(self._task, evaluated=f" (eval {metrics['eval_loss']:.3f})")
+        else:
+            _print_line({"step": step, **metrics})
+        self._clock = time.perf_counter()
+
+    def _add_scalars(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._scalars.add_scalar(name, value, step)
 
     @property
     def summary(self) -> str:
@@ -83,11 +94,16 @@ def say(sentence: str) -> None:
     rich.console.Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)
 
 
+def _print_line(values: dict[str, float]) -> None:
+    print(json.dumps({k: v if math.isfinite(v) else None for k, v in values.items()}), flush=True)
+
+
 def _live_line() -> rich.progress.Progress:
     return rich.progress.Progress(
         rich.progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
         rich.progress.BarColumn(),
         rich.progress.TextColumn(
-            "loss {task.fields[loss]:.3f}   {task.fields[speed]:,.0f} tokens/s   {task.fields[left]}"
+            "loss {task.fields[loss]:.3f}{task.fields[evaluated]}   {task.fields[speed]:,.0f} tokens/s   "
+            "{task.fields[left]}"
         ),
     )
