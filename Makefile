@@ -9,7 +9,7 @@ PINS = jax==0.11.2 jaxlib==0.11.2 flax==0.12.10 orbax-checkpoint==0.12.8
 JAX_NEXT = jax>=0.12,<0.13
 CUDA_PLUGIN = jax-cuda13-pjrt==0.11.2
 
-.PHONY: help train test lint format cuda12 cuda13 assemble smoke-jax-next constraints clean
+.PHONY: help train test lint format cuda12 cuda13 assemble compile smoke-jax-next constraints clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9][a-z0-9 -]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ cuda12 cuda13: .venv/.ready ## add the GPU packages to .venv
 
 assemble: build/cuda/.ready ## what the assembler makes of the Hopper kernels; needs no GPU
 	@JAX_PLATFORMS=cpu $(PY) -m benchmarks.assemble --plugin build/cuda/jax_plugins/xla_cuda13/xla_cuda_plugin.so $(ARGS)
+
+compile: build/cuda/.ready ## what hides the messages of attention on 8 H200s; needs no GPU
+	@JAX_PLATFORMS=cpu $(PY) -m benchmarks.compile --plugin build/cuda/jax_plugins/xla_cuda13/xla_cuda_plugin.so $(ARGS)
 
 smoke-jax-next: build/jax-next/.ready ## the attention's tests and two steps of the main job on jax 0.12
 	@build/jax-next/bin/python -m pytest -n 2 --dist worksteal -q tests/test_distflash_attention.py $(ARGS)

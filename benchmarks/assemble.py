@@ -12,7 +12,6 @@ entry point for compiling a Mosaic GPU kernel is not public and may change.
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import os
 import re
@@ -25,6 +24,7 @@ from typing import NamedTuple
 
 import jax
 
+from benchmarks import plugin
 from benchmarks.kernel import OURS, block_functions, random_inputs
 from benchmarks.tune import label, make_case, title
 from pallas_kernels import IMPLEMENTATIONS
@@ -32,11 +32,6 @@ from pallas_kernels.block_sizes import CANDIDATES, HEAD_DIMS, KINDS, TABLE, Bloc
 
 DIRECTIONS = ("forward", "backward", "dq")
 SERIALIZED = {"C7512", "C7513", "C7514"}
-# The plugin asks the driver which GPU there is: this one says sm90.
-DRIVER = """
-int cuCtxGetDevice(int *device) { *device = 0; return 0; }
-int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 9 : 0; return 0; }
-"""
 COMPILE = """
 import ctypes, sys
 compile = ctypes.CDLL(sys.argv[1]).MosaicGpuCompile
@@ -66,26 +61,6 @@ def read(text: str) -> Report:
     return Report(max(map(int, spills)), frozenset(re.findall(r"C7\d\d\d", text)) - {"C7519"})
 
 
-def find_plugin() -> Path:
-    """The library of the CUDA plugin that is installed.
-
-    Raises:
-        ValueError: none is.
-    """
-    for version in ("cuda13", "cuda12"):
-        spec = importlib.util.find_spec(f"jax_plugins.xla_{version}")
-        if spec is not None and spec.origin is not None:
-            return Path(spec.origin).parent / "xla_cuda_plugin.so"
-    raise ValueError("no CUDA plugin of JAX is installed, and --plugin names none")
-
-
-def make_driver(folder: Path) -> None:
-    """The stand-in for the driver's library, where the loader finds it with LD_LIBRARY_PATH=folder."""
-    source = folder / "driver.c"
-    source.write_text(DRIVER)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source)], check=True)
-
-
 def modules(key: Key, blocks: Blocks) -> Iterator[bytes]:
     """The Mosaic GPU modules of a call with these blocks; of a deterministic backward, that which makes dq."""
     direction, _, dtype, _ = key
@@ -110,9 +85,9 @@ def modules(key: Key, blocks: Blocks) -> Iterator[bytes]:
                 yield module
 
 
-def assemble(module: bytes, plugin: Path, driver: Path) -> Report:
+def assemble(module: bytes, library: Path, driver: Path) -> Report:
     environment = os.environ | {"LD_LIBRARY_PATH": str(driver), "MOSAIC_GPU_DUMP_PTXAS": "1"}
-    child = [sys.executable, "-c", COMPILE, str(plugin)]
+    child = [sys.executable, "-c", COMPILE, str(library)]
     run = subprocess.run(child, input=module, capture_output=True, env=environment, check=False)
     return read((run.stdout + run.stderr).decode(errors="replace"))
 
@@ -126,17 +101,17 @@ def main():
     parser.add_argument("--plugin", type=Path, help="xla_cuda_plugin.so")
     arguments = parser.parse_args()
     try:
-        plugin = arguments.plugin or find_plugin()
+        library = arguments.plugin or plugin.find()
     except ValueError as error:
         parser.error(str(error))
     num_serialized = 0
     with tempfile.TemporaryDirectory() as folder:
-        make_driver(Path(folder))
+        plugin.make_driver(Path(folder))
         for key in itertools.product(arguments.directions, arguments.head_dims, ("bfloat16",), arguments.kinds):
             others = CANDIDATES.get(key[:2], ()) if arguments.candidates else ()
             for blocks in (TABLE[key], *others):
                 for module in modules(key, blocks):
-                    report = assemble(module, plugin, Path(folder))
+                    report = assemble(module, library, Path(folder))
                     is_serialized = bool(report.warnings & SERIALIZED)
                     num_serialized += is_serialized and blocks == TABLE[key]
                     warnings = " ".join(sorted(report.warnings)) + " products one after the other" * is_serialized

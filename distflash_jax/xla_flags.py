@@ -34,8 +34,8 @@ FLAGS = (
     ),
     Flag(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
-        "4",
-        "keys, values and results that return travel at the same time",
+        "16",
+        "all messages of a step travel at the same time, up to nine in the backward of three workers or more",
     ),
 )
 # CUDA graphs hide in a profile which operation a kernel belongs to: without them, kernels are launched one by one.
