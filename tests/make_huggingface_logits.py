@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 
 LOGITS = Path(__file__).parent / "data" / "huggingface"
-# Far beyond the 256 positions of the scaled models, and around their border.
-POSITIONS = np.array([0, 1, 2, 31, 32, 200, 255, 256, 257, 511, 777, 1000, 1023, 1500, 2046, 2047])
-TOKENS = np.random.RandomState(0).randint(0, 128, (1, 2048)).astype(np.int32)
+TOKENS = np.random.RandomState(0).randint(0, 128, (1, 4096)).astype(np.int32)
+# Around the border of the 128 positions of the scaled models, and eight times as far. These are kept.
+POSITIONS = np.array([0, 1, 2, 31, 32, 100, 127, 128, 129, 255, 256, 500, 511, 777, 1000, 1023])
+# Compared where transformers is installed.
+FAR_POSITIONS = np.array([1, 1023, 1500, 2047, 2048, 3000, 4095])
 
 _SMALL = {
     "vocab_size": 128,
@@ -44,7 +46,7 @@ _LLAMA_3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
+    "original_max_position_embeddings": 128,
     "rope_type": "llama3",
 }
 # In the spelling in which each family was published, and the newest.
@@ -62,7 +64,7 @@ CONFIGS = {
     "qwen-2.5": {**_QWEN_2, "tie_word_embeddings": True},
     "qwen-2.5-yarn": {
         **_QWEN_2,
-        "rope_scaling": {"factor": 16.0, "original_max_position_embeddings": 256, "type": "yarn"},
+        "rope_scaling": {"factor": 16.0, "original_max_position_embeddings": 128, "type": "yarn"},
     },
     "qwen-3": {
         **_QWEN_2,
@@ -120,14 +122,14 @@ def weights(config: dict) -> dict[str, np.ndarray]:
     return {name: weight(name, shape) for name, shape in shapes(config).items()}
 
 
-def transformers_logits(folder: Path) -> np.ndarray:
-    """What transformers computes from a folder with a model, at `POSITIONS`: float32 [positions, vocabulary]."""
+def transformers_logits(folder: Path, positions: np.ndarray) -> np.ndarray:
+    """What transformers computes from a folder with a model, at some positions: float32 [positions, vocabulary]."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        return model(torch.from_numpy(TOKENS).long()).logits[0, POSITIONS].numpy()
+        return model(torch.from_numpy(TOKENS[:, : positions.max() + 1]).long()).logits[0, positions].numpy()
 
 
 def write_model(folder: Path, config: dict) -> None:
@@ -146,7 +148,7 @@ def main() -> None:
     for name, config in CONFIGS.items():
         with tempfile.TemporaryDirectory() as scratch:
             write_model(Path(scratch), config)
-            logits = transformers_logits(Path(scratch))
+            logits = transformers_logits(Path(scratch), POSITIONS)
         np.save(LOGITS / f"{name}.npy", logits)
         print(name, logits.dtype, logits.shape, f"std {logits.std():.3f}")
 
