@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -105,14 +105,12 @@ def load(directory: Path, struct: Params) -> Params:
     Raises:
         ValueError: a tensor is missing, not known, or of another shape or dtype, or a file is no safetensors file.
     """
-    leaves = flatten_dict(struct, sep=".")
+    leaves = _leaves(struct)
     with contextlib.ExitStack() as stack:
         on_disk = _open(directory, stack)
         tensors = {path: list(_tensors(path, leaf.shape)) for path, leaf in leaves.items()}
         _check(on_disk, [tensor for parts in tensors.values() for tensor in parts])
-        return unflatten_dict(
-            {path: _place(leaf, tensors[path], on_disk) for path, leaf in leaves.items()}, sep="."
-        )
+        return unflatten_dict({path: _place(leaf, tensors[path], on_disk) for path, leaf in leaves.items()}, sep=".")
 
 
 def save(
@@ -134,16 +132,7 @@ def save(
         max_file_bytes: of the tensors in a file; above it there are several, with an index.
     """
     target = np.dtype(jnp.dtype(dtype))
-    files: list[list[_Tensor]] = [[]]
-    room = max_file_bytes
-    for path, leaf in sorted(flatten_dict(struct, sep=".").items(), key=lambda item: list(_LAYOUTS).index(item[0])):
-        for tensor in _tensors(path, leaf.shape):
-            num_bytes = math.prod(tensor.shape) * target.itemsize
-            if num_bytes > room and files[-1]:
-                files.append([])
-                room = max_file_bytes
-            files[-1].append(tensor)
-            room -= num_bytes
+    files = _divide(struct, max_file_bytes // target.itemsize)
     names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
     names = ["model.safetensors"] if len(files) == 1 else names
     path, array = None, np.empty(0)
@@ -163,6 +152,26 @@ def save(
     return names
 
 
+def _leaves(params: Params) -> dict[str, Any]:
+    """The parameters by the names of `_LAYOUTS`."""
+    return cast(dict[str, Any], flatten_dict(params, sep="."))
+
+
+def _divide(struct: Params, max_size: int) -> list[list[_Tensor]]:
+    """The tensors of each file, in the order of the layouts; only a single tensor may exceed the size."""
+    leaves = _leaves(struct)
+    files: list[list[_Tensor]] = [[]]
+    room = max_size
+    for tensor in (tensor for path in _LAYOUTS if path in leaves for tensor in _tensors(path, leaves[path].shape)):
+        size = math.prod(tensor.shape)
+        if size > room and files[-1]:
+            files.append([])
+            room = max_size
+        files[-1].append(tensor)
+        room -= size
+    return files
+
+
 def _tensors(path: str, shape: tuple[int, ...]) -> Iterator[_Tensor]:
     """The tensors of a parameter; in `layers` the first dim counts the layers."""
     is_stacked = path.startswith("layers.")
@@ -173,7 +182,7 @@ def _tensors(path: str, shape: tuple[int, ...]) -> Iterator[_Tensor]:
 
 def _place(leaf: Any, tensors: list[_Tensor], on_disk: dict[str, Any]) -> jax.Array:
     """One parameter, read for one device after the other; devices that hold the same share one reading."""
-    holders: dict[Block, list[jax.Device]] = {}
+    holders: dict[Block, list[Any]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
         block = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
         holders.setdefault(block, []).append(device)

@@ -31,7 +31,10 @@ REFUSED = [
     ("--rope-scaling ntk:4", "--rope-scaling ntk:4: yarn:FACTOR, linear:FACTOR, llama3:FACTOR or llama3 with a factor"),
     ("--rope-scaling llama3:x", "--rope-scaling llama3:x: yarn:FACTOR, linear:FACTOR, llama3:FACTOR or llama3"),
     ("--rope-scaling yarn", "--rope-scaling yarn: yarn:FACTOR"),
-    ("--rope-scaling linear:0.5", "--rope-scaling linear:0.5: yarn:FACTOR, linear:FACTOR, llama3:FACTOR or llama3 with"),
+    (
+        "--rope-scaling linear:0.5",
+        "--rope-scaling linear:0.5: yarn:FACTOR, linear:FACTOR, llama3:FACTOR or llama3 with",
+    ),
     ("--sliding-window 512", "--seq-len 1024: at most sliding_window=512 of --model tiny --sliding-window 512"),
     ("--model tiny --init-from /nowhere", "--model tiny: not with --init-from /nowhere, which has a model"),
     ("--init-from /nowhere", "--init-from /nowhere: config.json must be a file of JSON"),

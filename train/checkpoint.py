@@ -91,7 +91,9 @@ class Checkpoints:
             found = orbax.checkpointables_metadata(path).metadata["state"]
         # As in `restore`, whose run would fall back to an older one.
         except Exception as error:
-            raise InputError(f"--run-dir {self._directory.parent}: a whole checkpoint {step} ({_reason(error)})") from error
+            raise InputError(
+                f"--run-dir {self._directory.parent}: a whole checkpoint {step} ({_reason(error)})"
+            ) from error
         parts = {name.partition(".")[0] for name in struct}
         self._check_same(step, struct, {name: x for name, x in found.items() if name.partition(".")[0] in parts})
 

@@ -72,7 +72,9 @@ def export(run_dir: Path, out_dir: Path) -> None:
     except OSError as error:
         raise InputError(f"OUT_DIR {out_dir}: a folder that can be written ({error})") from error
     print(f"{out_dir}: step {step}, {model.num_parameters:,} parameters in {dtype}, {len(files)} file(s)")
-    print(f"from {source}: {', '.join(copied)}" if copied else "no tokenizer, as none lies with what the run began from")
+    print(
+        f"from {source}: {', '.join(copied)}" if copied else "no tokenizer, as none lies with what the run began from"
+    )
 
 
 def _settings(run_dir: Path) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def _settings(run_dir: Path) -> dict[str, Any]:
 
 
 def _open_weights(run_dir: Path, model: LlamaConfig) -> tuple[int, dict[str, Any], Callable[[str], Any]]:
-    """The newest step, the shapes of its parameters, and what reads one of them; the optimizer's state stays on disk."""
+    """The newest step, its parameters' shapes, and what reads one of them; the optimizer's state stays on disk."""
     # Not above, so that a wrong argument need not wait for JAX.
     import jax
     import jax.numpy as jnp

@@ -144,8 +144,9 @@ def _resolve(config: Config, mesh: Mesh) -> Config:
 
 def _introduce(config: Config, mesh: Mesh, tokens: data.Tokens, run_dir: Path) -> None:
     say(f"devices   {describe(mesh)}, mesh {config.mesh}")
-    say(f"model     {config.model or config.init_from}, {config.llama.num_parameters:,} parameters, {config.dtype} activations")
-    head_dim = config.llama.head_dim
+    model, name = config.llama, config.model or config.init_from
+    say(f"model     {name}, {model.num_parameters:,} parameters, {config.dtype} activations")
+    head_dim = model.head_dim
     kernel = which_implementation(mesh=mesh, dtype=jnp.dtype(config.dtype), head_dim=head_dim, scale=head_dim**-0.5)
     say(f"attention {config.strategy}, remat {config.remat}")
     say(f"kernel    {kernel.name}: {kernel.reason}")
@@ -153,9 +154,7 @@ def _introduce(config: Config, mesh: Mesh, tokens: data.Tokens, run_dir: Path) -
     say(f"run-dir   {run_dir}")
 
 
-def _start(
-    config: Config, program: Program, checkpoints: Checkpoints, batches: data.Batches
-) -> tuple[int, TrainState]:
+def _start(config: Config, program: Program, checkpoints: Checkpoints, batches: data.Batches) -> tuple[int, TrainState]:
     """Returns the steps done and the state after them, with `batches` at the batch that comes next."""
     restored = checkpoints.restore(program.state_struct)
     for note in checkpoints.notes:
