@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax._src.lib import xla_client
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
 # What the plugin asks the driver which GPU there is: this one says sm90. And what compiled programs would call.
 DRIVER = """

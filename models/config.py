@@ -1,35 +1,22 @@
 """The shapes of Llama models: `LlamaConfig`, with Hugging Face's field names, and the named presets."""
 
 import dataclasses
+import math
 
-
-@dataclasses.dataclass(frozen=True)
-class Llama3RopeScaling:
-    """How Llama 3.1 stretches RoPE: wavelengths longer than the old context are slowed down by `factor`."""
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-    def __post_init__(self):
-        if self.factor < 1:
-            raise ValueError(f"rope_scaling.factor={self.factor} must be at least 1")
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                f"rope_scaling.low_freq_factor={self.low_freq_factor} must be positive and less than "
-                f"high_freq_factor={self.high_freq_factor}"
-            )
-        if self.original_max_position_embeddings < 1:
-            raise ValueError(
-                "rope_scaling.original_max_position_embeddings="
-                f"{self.original_max_position_embeddings} must be at least 1"
-            )
+from models.rope import RopeExtension, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """One Llama architecture; the head width need not be hidden_size / num_attention_heads."""
+    """One architecture of the Llama kind; the head width need not be hidden_size / num_attention_heads.
+
+    Attributes:
+        qkv_bias: q_proj, k_proj and v_proj have biases, as in Qwen2.5; o_proj has none.
+        qk_norm: every head's queries and keys are normalised before RoPE, as in Qwen3.
+        sliding_window: tokens that a token sees, itself included; None for all before it. Sequences longer than
+            the window are refused until the attention has windows.
+        max_position_embeddings: positions that the model is made for; kept for the export, nothing computes with it.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -40,21 +27,27 @@ class LlamaConfig:
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: Llama3RopeScaling | None = None
+    rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    max_position_embeddings: int = 4096
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and value < 1:
                 raise ValueError(f"{field.name}={value} must be at least 1")
-            if field.type is float and value <= 0:
-                raise ValueError(f"{field.name}={value} must be positive")
+            if field.type is float and not 0 < value < math.inf:
+                raise ValueError(f"{field.name}={value} must be positive and finite")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window={self.sliding_window} must be at least 1")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even, RoPE turns pairs of components")
 
@@ -63,9 +56,20 @@ class LlamaConfig:
         """Parameters of the whole model; a tied head is counted once."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
-        norms = 2 * self.hidden_size
+        if self.qkv_bias:
+            attention += self.head_dim * (self.num_attention_heads + 2 * self.num_key_value_heads)
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_hidden_layers * (attention + mlp + norms) + self.hidden_size + tables
+
+    def extended(self, extension: RopeExtension) -> "LlamaConfig":
+        """This model with its RoPE stretched, in place of a scaling that it has, over `factor` times its context."""
+        original = getattr(self.rope_scaling, "original_max_position_embeddings", self.max_position_embeddings)
+        return dataclasses.replace(
+            self,
+            rope_scaling=extension.scaling(original),
+            max_position_embeddings=round(original * extension.factor),
+        )
 
 
 LLAMA_7B = LlamaConfig(
@@ -110,6 +114,11 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama-4h": _with_heads(4, num_layers=256),
     "llama-2h": _with_heads(2, num_layers=512),
     "llama-3-8b": dataclasses.replace(
-        LLAMA_7B, vocab_size=128_256, intermediate_size=14_336, num_key_value_heads=8, rope_theta=500_000.0
+        LLAMA_7B,
+        vocab_size=128_256,
+        intermediate_size=14_336,
+        num_key_value_heads=8,
+        rope_theta=500_000.0,
+        max_position_embeddings=8192,
     ),
 }

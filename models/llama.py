@@ -21,7 +21,7 @@ Remat = Callable[[Callable], Callable]
 Rotation = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 
 
-def rms_norm(x: Float[Array, "B T D"], scale: Float32[Array, " D"], *, eps: float) -> Float[Array, "B T D"]:
+def rms_norm(x: Float[Array, "... D"], scale: Float32[Array, " D"], *, eps: float) -> Float[Array, "... D"]:
     """x / sqrt(mean(x^2) + eps) * scale over the last dim, in float32, rounded once to the dtype of x."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
@@ -29,26 +29,19 @@ def rms_norm(x: Float[Array, "B T D"], scale: Float32[Array, " D"], *, eps: floa
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
-    """Radians per position, float32 [head_dim / 2]: theta^(-2i / head_dim), slowed down by `rope_scaling`.
-
-    Wavelengths that fit the old context at least `high_freq_factor` times stay, those that fit it at most
-    `low_freq_factor` times grow by `factor`; in between the two are mixed linearly in the number of turns.
-    """
+    """Radians per position, float32 [head_dim / 2]: theta^(-2i / head_dim), slowed down by `rope_scaling`."""
     frequencies = config.rope_theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
-    scaling = config.rope_scaling
-    if scaling is not None:
-        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        kept = np.clip(kept, 0.0, 1.0)
-        frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    if config.rope_scaling is not None:
+        frequencies = config.rope_scaling.slowed(frequencies, theta=config.rope_theta)
     return frequencies.astype(np.float32)
 
 
 def rotation(config: LlamaConfig, num_positions: int) -> Rotation:
-    """Cosine and sine of every position's angles."""
+    """Cosine and sine of every position's angles, times the magnitude of `rope_scaling`."""
     positions = jnp.arange(num_positions, dtype=jnp.int32).astype(jnp.float32)
     angles = positions[:, None] * rope_frequencies(config)
-    return jnp.cos(angles), jnp.sin(angles)
+    magnitude = 1.0 if config.rope_scaling is None else config.rope_scaling.magnitude
+    return magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
 
 
 def apply_rope(x: Float[Array, "B T heads H"], cos_sin: Rotation) -> Float[Array, "B T heads H"]:
@@ -78,6 +71,13 @@ class Layer(nnx.Module):
         self.k_proj = _weight(rngs, (width, kv_heads, head_dim), width**-0.5)
         self.v_proj = _weight(rngs, (width, kv_heads, head_dim), width**-0.5)
         self.o_proj = _weight(rngs, (heads, head_dim, width), (heads * head_dim) ** -0.5 / depth)
+        if config.qkv_bias:
+            self.q_bias = nnx.Param(jnp.zeros((heads, head_dim)))
+            self.k_bias = nnx.Param(jnp.zeros((kv_heads, head_dim)))
+            self.v_bias = nnx.Param(jnp.zeros((kv_heads, head_dim)))
+        if config.qk_norm:
+            self.q_norm = nnx.Param(jnp.ones(head_dim))
+            self.k_norm = nnx.Param(jnp.ones(head_dim))
         self.post_attention_layernorm = nnx.Param(jnp.ones(width))
         self.gate_proj = _weight(rngs, (width, mlp_width), width**-0.5)
         self.up_proj = _weight(rngs, (width, mlp_width), width**-0.5)
@@ -90,6 +90,13 @@ class Layer(nnx.Module):
             q = _project("btd,dnh->btnh", normed, self.q_proj)
             k = _project("btd,dkh->btkh", normed, self.k_proj)
             v = _project("btd,dkh->btkh", normed, self.v_proj)
+            if self.config.qkv_bias:
+                q = q + self.q_bias[...].astype(q.dtype)
+                k = k + self.k_bias[...].astype(k.dtype)
+                v = v + self.v_bias[...].astype(v.dtype)
+            if self.config.qk_norm:
+                q = rms_norm(q, self.q_norm[...], eps=eps)
+                k = rms_norm(k, self.k_norm[...], eps=eps)
         with jax.named_scope("rope"):
             q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
         with jax.named_scope("attention"):
@@ -146,7 +153,14 @@ class Llama(nnx.Module):
         return self.embed_tokens[...].T if self.config.tie_word_embeddings else self.lm_head[...]
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm."""
+        """Hidden states after the final norm.
+
+        Raises:
+            ValueError: the sequence is longer than the model's sliding window.
+        """
+        window = self.config.sliding_window
+        if window is not None and tokens.shape[1] > window:
+            raise ValueError(f"sliding_window={window} must be at least the {tokens.shape[1]} tokens of a sequence")
         with jax.named_scope("embed"):
             x = self.embed_tokens[...][tokens].astype(self.dtype)
             cos_sin = rotation(self.config, tokens.shape[1])

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.config import PRESETS, Llama3RopeScaling, LlamaConfig
+from models.config import PRESETS, LlamaConfig
 from models.llama import Llama, apply_rope, rope_frequencies, rotation
+from models.rope import Llama3RopeScaling
 
 SMALL = LlamaConfig(
     vocab_size=50,

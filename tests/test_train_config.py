@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from models.config import PRESETS, Llama3RopeScaling
+from models.config import PRESETS
+from models.rope import Llama3RopeScaling
 from train import llama
 from train.config import Config, InputError, MeshShape, Source, StepRange, default_run_dir, open_run_dir, parse
 
@@ -27,8 +28,16 @@ REFUSED = [
     ("--dtype float16", "--dtype float16: one of float32, bfloat16"),
     ("--model gpt", "--model gpt: one of tiny, "),
     ("--hidden-size x", "--hidden-size x: a whole number of at least 1"),
-    ("--rope-scaling yarn:4", "--rope-scaling yarn:4: llama3 or llama3:FACTOR with a factor of at least 1"),
-    ("--rope-scaling llama3:x", "--rope-scaling llama3:x: llama3 or llama3:FACTOR"),
+    ("--rope-scaling ntk:4", "--rope-scaling ntk:4: yarn:FACTOR, linear:FACTOR, llama3:FACTOR or llama3 with a factor"),
+    ("--rope-scaling llama3:x", "--rope-scaling llama3:x: yarn:FACTOR, linear:FACTOR, llama3:FACTOR or llama3"),
+    ("--rope-scaling yarn", "--rope-scaling yarn: yarn:FACTOR"),
+    (
+        "--rope-scaling linear:0.5",
+        "--rope-scaling linear:0.5: yarn:FACTOR, linear:FACTOR, llama3:FACTOR or llama3 with",
+    ),
+    ("--sliding-window 512", "--seq-len 1024: at most sliding_window=512 of --model tiny --sliding-window 512"),
+    ("--model tiny --init-from /nowhere", "--model tiny: not with --init-from /nowhere, which has a model"),
+    ("--init-from /nowhere", "--init-from /nowhere: config.json must be a file of JSON"),
     ("--tie-word-embeddings yes", "--tie-word-embeddings yes: true or false"),
     ("--num-key-value-heads 3", "--num-key-value-heads 3: num_attention_heads=4 must be a multiple of"),
     ("--head-dim 7", "--head-dim 7: head_dim=7 must be even"),
@@ -100,7 +109,7 @@ def test_a_model_flag_replaces_one_field_of_the_preset():
 
 def test_rope_scaling_is_a_flag_that_the_run_dir_keeps(tmp_path):
     config = parse(["--rope-scaling", "llama3:4", "--run-dir", str(tmp_path)])
-    assert config.llama.rope_scaling == Llama3RopeScaling(factor=4)
+    assert config.llama.rope_scaling == Llama3RopeScaling(factor=4, original_max_position_embeddings=4096)
     open_run_dir(config)
     open_run_dir(config)
     with pytest.raises(InputError, match="--rope-scaling was"):

@@ -15,7 +15,7 @@ from distflash_jax import distflash_attention
 from models.config import LlamaConfig
 from models.llama import Llama
 from train.loss import mean_loss, token_losses
-from train.step import OptimizerConfig, build, make_schedule
+from train.step import OptimizerConfig, build, make_optimizer, make_schedule
 
 CONFIG = LlamaConfig(
     vocab_size=61,
@@ -218,6 +218,14 @@ def test_a_batch_without_labels_has_no_loss_and_decays_matrices_only():
             decay = 1 if name.endswith("norm") else 1 - 0.5 * float(metrics["learning_rate"])
             expected = (before | before["layers"])[name] * np.float32(decay)
             np.testing.assert_allclose(after, expected, rtol=3e-7, err_msg=name)
+
+
+def test_biases_and_norms_do_not_decay():
+    params = {name: jnp.ones(2) for name in ("q_proj", "q_bias", "q_norm")}
+    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5))
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    assert {name for name, update in updates.items() if update.any()} == {"q_proj"}
 
 
 def test_the_step_keeps_shardings_and_donates_its_state():

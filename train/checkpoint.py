@@ -1,11 +1,14 @@
 """Checkpoints: saves the training state with its data position and restores the newest whole pair."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as orbax
 
 from train.config import InputError
@@ -15,6 +18,8 @@ _KEPT = 3
 # Orbax compiles a slice for each array that the replicas share in writing: not worth it below a mebibyte.
 _CONTEXT = orbax.Context()
 _CONTEXT.array.saving.min_slice_bytes_for_replica_parallel = 2**20
+_PARTIAL = orbax.Context()
+_PARTIAL.pytree.loading.partial_load = True
 
 
 class Checkpoints:
@@ -51,7 +56,7 @@ class Checkpoints:
         Raises:
           InputError: the saved state has other shapes or dtypes, or no checkpoint is whole.
         """
-        steps = sorted((int(path.name) for path in self._directory.glob("[0-9]*") if path.name.isdigit()), reverse=True)
+        steps = self._steps()
         for broken, step in enumerate(steps):
             try:
                 state, position = self._load(step, state_struct)
@@ -70,11 +75,45 @@ class Checkpoints:
             )
         return None
 
+    def newest(self, struct: dict[str, Any]) -> tuple[int, Callable[[str], np.ndarray]]:
+        """Returns the step of the newest checkpoint and what reads one of its arrays by name, such as params.norm.
+
+        Args:
+          struct: the shapes and dtypes that the arrays must have, by name; all that are in the same parts of the state.
+
+        Raises:
+          InputError: there is no checkpoint, or it cannot be read, or its arrays are others.
+        """
+        if not (steps := self._steps()):
+            raise InputError(f"--run-dir {self._directory.parent}: a folder with a checkpoint")
+        step, path = steps[0], str(self._directory / str(steps[0]))
+        try:
+            found = orbax.checkpointables_metadata(path).metadata["state"]
+        # As in `restore`, whose run would fall back to an older one.
+        except Exception as error:
+            raise InputError(
+                f"--run-dir {self._directory.parent}: a whole checkpoint {step} ({_reason(error)})"
+            ) from error
+        parts = {name.partition(".")[0] for name in struct}
+        self._check_same(step, struct, {name: x for name, x in found.items() if name.partition(".")[0] in parts})
+
+        def read(name: str) -> np.ndarray:
+            here = SingleDeviceSharding(jax.local_devices()[0])
+            wanted = {name: jax.ShapeDtypeStruct(struct[name].shape, struct[name].dtype, sharding=here)}
+            with _PARTIAL:
+                return np.asarray(orbax.load_checkpointables(path, {"state": wanted})["state"][name])
+
+        return step, read
+
     def close(self) -> None:
         """Waits until the last save is on disk; raises what went wrong with it."""
         self._wait()
         if self._checkpointer is not None:
             self._checkpointer.close()
+
+    def _steps(self) -> list[int]:
+        """The newest first."""
+        return sorted((int(path.name) for path in self._directory.glob("[0-9]*") if path.name.isdigit()), reverse=True)
 
     def _open(self) -> orbax.training.Checkpointer:
         return orbax.training.Checkpointer(

@@ -6,17 +6,20 @@ Imports no JAX, so that `--help` and a wrong flag are answered at once.
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
 import io
 import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import tyro
 
-from models.config import PRESETS, Llama3RopeScaling, LlamaConfig
+from models import config_json
+from models.config import PRESETS, LlamaConfig
+from models.rope import RopeExtension
 
 
 class InputError(Exception):
@@ -122,14 +125,6 @@ def _boolean(word: str) -> bool:
     return word == "true"
 
 
-def _rope_scaling(word: str) -> Llama3RopeScaling:
-    kind, _, factor = word.partition(":")
-    with contextlib.suppress(ValueError):
-        if kind == "llama3":
-            return Llama3RopeScaling(factor=float(factor or 8))
-    raise ValueError(f"{word}: llama3 or llama3:FACTOR with a factor of at least 1, such as llama3:8")
-
-
 Remat = Literal["attention", "offload", "layer", "none"]
 Strategy = Literal["balanced", "balanced_unsplit", "ring"]
 Platform = Literal["auto", "cpu", "cuda"]
@@ -143,7 +138,7 @@ _seed = _number(int, "N", "a whole number from 0 to 2147483647", lambda n: 0 <= 
 
 @dataclasses.dataclass(frozen=True)
 class ModelOverrides:
-    """Fields of the preset that the command line replaces; None keeps the preset's value."""
+    """Fields of the model that the command line replaces; None keeps the model's value."""
 
     vocab_size: Annotated[int | None, _whole] = None
     hidden_size: Annotated[int | None, _whole] = None
@@ -154,8 +149,13 @@ class ModelOverrides:
     head_dim: Annotated[int | None, _whole] = None
     rms_norm_eps: Annotated[float | None, _positive] = None
     rope_theta: Annotated[float | None, _positive] = None
-    rope_scaling: Annotated[Llama3RopeScaling | None, _flag(_rope_scaling, "llama3[:FACTOR]")] = None
+    rope_scaling: Annotated[RopeExtension | None, _flag(RopeExtension.parse, "KIND:FACTOR")] = None
+    """yarn:32, linear:4 or llama3: stretches the context of the model by a factor, of llama3 8."""
     tie_word_embeddings: Annotated[bool | None, _flag(_boolean, "true|false")] = None
+    qkv_bias: Annotated[bool | None, _flag(_boolean, "true|false")] = None
+    qk_norm: Annotated[bool | None, _flag(_boolean, "true|false")] = None
+    sliding_window: Annotated[int | None, _whole] = None
+    max_position_embeddings: Annotated[int | None, _whole] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +164,10 @@ class Config:
 
     mesh: Annotated[MeshShape, _flag(MeshShape.parse, "data=N,seq=N")] = MeshShape(seq=8)
     """Devices per axis: data splits the batch, seq splits each sequence."""
-    model: Annotated[str, _choice(*PRESETS)] = "tiny"
-    """Preset, whose fields the flags below from --vocab-size on replace."""
+    model: Annotated[str | None, _choice(*PRESETS)] = None
+    """Preset, whose fields the flags below from --vocab-size on replace; without it and --init-from: tiny."""
+    init_from: Annotated[Path | None, _flag(Path, "DIR")] = None
+    """Folder of a Hugging Face model (config.json and safetensors) that the run begins with."""
     seq_len: Annotated[int, _whole] = 1024
     """Tokens in a row of the batch."""
     batch_size: Annotated[int, _whole] = 4
@@ -173,7 +175,8 @@ class Config:
     steps: Annotated[int, _whole] = 80
     """Optimizer steps in total; a larger number continues a finished run."""
     lr: Annotated[float | None, _positive] = None
-    """Learning rate after the warm-up; without it: 6e-3 for tiny, 3e-4 for the other models."""
+    """Learning rate after the warm-up; without it: 6e-3 for tiny, 3e-4 for the other presets, 2e-5 with
+    --init-from."""
     warmup_steps: Annotated[int, _whole_or_zero] = 10
     """Steps in which the learning rate rises; afterwards it is constant."""
     remat: Annotated[Remat, _choice(*get_args(Remat))] = "attention"
@@ -187,8 +190,8 @@ class Config:
     and completion, of which the answers alone are learned. Without it: the source files of Python's standard
     library."""
     tokenizer: Annotated[Path | None, _flag(Path, "PATH")] = None
-    """tokenizer.json, or a folder with it, its tokenizer_config.json and chat template; without it: one token
-    a byte."""
+    """tokenizer.json, or a folder with it, its tokenizer_config.json and chat template; without it: that of
+    --init-from, else one token a byte."""
     eval_data: Annotated[Path | None, _flag(Path, "PATH")] = None
     """Data of the kinds of --data on which the loss is evaluated."""
     eval_fraction: Annotated[float | None, _fraction] = None
@@ -212,6 +215,10 @@ class Config:
     overrides: Annotated[ModelOverrides, tyro.conf.arg(name="")] = ModelOverrides()
 
     def __post_init__(self) -> None:
+        if self.init_from is None:
+            object.__setattr__(self, "model", self.model or "tiny")
+        elif self.model is not None:
+            raise InputError(f"--model {self.model}: not with --init-from {self.init_from}, which has a model")
         if self.seq_len % self.mesh.seq != 0:
             raise InputError(f"--seq-len {self.seq_len}: a multiple of the seq axis of --mesh {self.mesh}")
         if self.batch_size % self.mesh.data != 0:
@@ -236,16 +243,24 @@ class Config:
                 if number is not None:
                     raise InputError(f"{flag} {number}: something to evaluate, --eval-data or --eval-fraction")
 
+    @functools.cached_property
+    def origin(self) -> config_json.Json | None:
+        """The config.json of --init-from, or what --run-dir kept of it should it be gone; None for a preset."""
+        if self.init_from is None:
+            return None
+        try:
+            return config_json.read(self.init_from)
+        except ValueError as error:
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                kept = json.loads((cast(Path, self.run_dir) / "config.json").read_text())
+                if kept["init_from"] == str(self.init_from):
+                    return kept["origin"]
+            raise InputError(f"--init-from {self.init_from}: {error}") from error
+
     @property
     def llama(self) -> LlamaConfig:
-        """The preset with the overrides of the command line."""
-        names = [field.name for field in dataclasses.fields(self.overrides)]
-        given = {name: value for name in names if (value := getattr(self.overrides, name)) is not None}
-        try:
-            return dataclasses.replace(PRESETS[self.model], **given)
-        except ValueError as error:
-            flags = " ".join(f"{_flag_name(name)} {value}" for name, value in given.items())
-            raise InputError(f"--model {self.model} {flags}: {error}") from error
+        """The model with the overrides of the command line."""
+        return model_of(_to_json(self) | {"origin": self.origin})
 
 
 def parse(arguments: Sequence[str]) -> Config:
@@ -285,6 +300,33 @@ def _message_in(box: str) -> str:
     return text
 
 
+def model_of(settings: dict[str, Any]) -> LlamaConfig:
+    """The model of a run whose settings are those of its config.json.
+
+    Raises:
+      InputError: there is no such model, or it cannot read rows of this length.
+    """
+    names = [field.name for field in dataclasses.fields(ModelOverrides)]
+    given = {name: settings[name] for name in names if settings[name] is not None}
+    source = f"--model {settings['model']}" if settings["origin"] is None else f"--init-from {settings['init_from']}"
+    flags = "".join(f" {_flag_name(name)} {value}" for name, value in given.items())
+    if settings["origin"] is not None and (fixed := given.keys() - {"rope_theta", "rope_scaling"}):
+        raise InputError(f"{source}{flags}: no {_flag_name(min(fixed))}, which config.json decides")
+    extension = given.pop("rope_scaling", None)
+    try:
+        base = PRESETS[settings["model"]] if settings["origin"] is None else config_json.from_json(settings["origin"])
+        if "rope_theta" in given and extension is None:
+            given = {"max_position_embeddings": max(base.max_position_embeddings, settings["seq_len"])} | given
+        model = dataclasses.replace(base, **given)
+        model = model if extension is None else model.extended(RopeExtension.parse(extension))
+    except ValueError as error:
+        raise InputError(f"{source}{flags}: {error}") from error
+    if model.sliding_window is not None and settings["seq_len"] > model.sliding_window:
+        window = model.sliding_window
+        raise InputError(f"--seq-len {settings['seq_len']}: at most sliding_window={window} of {source}{flags}")
+    return model
+
+
 _MAY_CHANGE = {"steps", "save_every", "profile_steps", "eval_data", "eval_every", "eval_batches"}
 
 
@@ -297,7 +339,9 @@ def _to_json(config: Config) -> dict[str, Any]:
         "data": [str(source) for source in config.data],
         "tokenizer": config.tokenizer and str(config.tokenizer),
         "eval_data": config.eval_data and str(config.eval_data),
+        "init_from": config.init_from and str(config.init_from),
         "profile_steps": config.profile_steps and str(config.profile_steps),
+        "rope_scaling": config.overrides.rope_scaling and str(config.overrides.rope_scaling),
     }
 
 
@@ -309,9 +353,8 @@ def run_dir_of(config: Config) -> Path:
 def default_run_dir(config: Config) -> Path:
     """runs/<model>-<hash>, where the hash covers all that may not change during a run."""
     settings = {name: value for name, value in _to_json(config).items() if name not in _MAY_CHANGE}
-    return (
-        Path("runs") / f"{config.model}-{hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]}"
-    )
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    return Path("runs") / f"{config.model or cast(Path, config.init_from).resolve().name}-{digest}"
 
 
 def open_run_dir(config: Config) -> Path:
@@ -322,6 +365,8 @@ def open_run_dir(config: Config) -> Path:
     """
     run_dir = run_dir_of(config)
     settings, path = _to_json(config), run_dir / "config.json"
+    run_dir = config.run_dir or default_run_dir(config)
+    settings, path = _to_json(config) | {"origin": config.origin}, run_dir / "config.json"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         saved = dict(json.loads(path.read_text())) if path.exists() else settings
@@ -329,9 +374,11 @@ def open_run_dir(config: Config) -> Path:
         raise InputError(
             f"--run-dir {run_dir}: a folder that can be written, with a whole config.json ({error})"
         ) from None
+    if saved.get("origin") != settings["origin"] and saved.get("init_from") == settings["init_from"]:
+        raise InputError(f"--init-from {config.init_from}: the config.json with which the run in {run_dir} began")
     changed = [
         f"{_flag_name(name)} was {saved.get(name)} and is {settings.get(name)}"
-        for name in sorted((saved.keys() | settings.keys()) - _MAY_CHANGE)
+        for name in sorted((saved.keys() | settings.keys()) - _MAY_CHANGE - {"origin"})
         if saved.get(name) != settings.get(name)
     ]
     if changed:

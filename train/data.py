@@ -172,11 +172,10 @@ def open_data(config: Config, cache: Path) -> Data:
     Raises:
       InputError: as `load`, or a tokenizer or a share to hold out that the model or the data have no room for.
     """
-    tokenizer, vocab_size = load_tokenizer(config.tokenizer), config.llama.vocab_size
-    if config.tokenizer is not None and tokenizer.vocab_size > vocab_size:
-        raise InputError(
-            f"--vocab-size {vocab_size}: at least {tokenizer.vocab_size}, for --tokenizer {config.tokenizer}"
-        )
+    folder, vocab_size = _tokenizer_of(config), config.llama.vocab_size
+    tokenizer = load_tokenizer(folder)
+    if folder is not None and tokenizer.vocab_size > vocab_size:
+        raise InputError(f"--vocab-size {vocab_size}: at least {tokenizer.vocab_size}, for --tokenizer {folder}")
     training, held_out = [], []
     for source in config.data or (None,):
         tokens = load(source and source.path, vocab_size, tokenizer=tokenizer, cache=cache)
@@ -193,10 +192,20 @@ def open_data(config: Config, cache: Path) -> Data:
         held_out.append(Share(tokens, Rows(tokens.values, config.seq_len)))
     evaluated = [config.eval_data] if config.eval_data else [source.path for source in config.data]
     # Without --tokenizer, nobody knows what the numbers of a token file stand for.
-    is_unknown = config.tokenizer is None and any(map(is_token_file, evaluated))
+    is_unknown = folder is None and any(map(is_token_file, evaluated))
     if is_unknown or tokenizer.num_bytes is None:
         return Data(training, held_out, None)
     return Data(training, held_out, np.pad(tokenizer.num_bytes, (0, max(vocab_size - tokenizer.vocab_size, 0))))
+
+
+def _tokenizer_of(config: Config) -> Path | None:
+    """Where the tokenizer is: that of --init-from, if text is read and no other is given; None for bytes."""
+    paths = [source.path for source in config.data] + ([config.eval_data] if config.eval_data else [])
+    if config.tokenizer or config.init_from is None or (config.data and all(map(is_token_file, paths))):
+        return config.tokenizer
+    if not (config.init_from / "tokenizer.json").exists():
+        raise InputError(f"--init-from {config.init_from}: tokenizer.json in it, or --tokenizer, to read text")
+    return config.init_from
 
 
 def sample(shares: Sequence[Share], seed: int) -> Sequence[dict[str, np.ndarray]]:

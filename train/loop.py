@@ -17,10 +17,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from distflash_jax import distflash_attention, remat, which_implementation, xla_flags
+from models import huggingface
 from models.llama import Llama, Remat
 from train import data
 from train.checkpoint import Checkpoints
-from train.config import Config, StepRange, open_run_dir, run_dir_of
+from train.config import Config, InputError, StepRange, open_run_dir, run_dir_of
 from train.evaluation import Evaluation
 from train.interrupt import Interrupt
 from train.mesh import describe, make_mesh
@@ -54,7 +55,7 @@ def run(config: Config, command: list[str]) -> None:
         Interrupt(lambda: say("stopping after this step; a second signal leaves at once")) as interrupt,
         contextlib.closing(Checkpoints(run_dir / "checkpoints")) as checkpoints,
     ):
-        start, state = _start(program, checkpoints, batches)
+        start, state = _start(config, program, checkpoints, batches)
         if start >= config.steps:
             say(f"finished before: {start} of {config.steps} steps are done; a larger --steps continues")
             return
@@ -142,7 +143,7 @@ def _resolve(config: Config, mesh: Mesh) -> Config:
         config,
         platform="cpu" if is_cpu else "cuda",
         dtype=config.dtype or ("float32" if is_cpu else "bfloat16"),
-        lr=config.lr or (6e-3 if config.model == "tiny" else 3e-4),
+        lr=config.lr or {None: 2e-5, "tiny": 6e-3}.get(config.model, 3e-4),
     )
 
 
@@ -163,8 +164,9 @@ def _token_losses(program: Program, state: TrainState, batch: dict[str, np.ndarr
 
 def _introduce(config: Config, mesh: Mesh, opened: data.Data, evaluation: Evaluation | None, run_dir: Path) -> None:
     say(f"devices   {describe(mesh)}, mesh {config.mesh}")
-    say(f"model     {config.model}, {config.llama.num_parameters:,} parameters, {config.dtype} activations")
-    head_dim = config.llama.head_dim
+    model, name = config.llama, config.model or config.init_from
+    say(f"model     {name}, {model.num_parameters:,} parameters, {config.dtype} activations")
+    head_dim = model.head_dim
     kernel = which_implementation(mesh=mesh, dtype=jnp.dtype(config.dtype), head_dim=head_dim, scale=head_dim**-0.5)
     say(f"attention {config.strategy}, remat {config.remat}")
     say(f"kernel    {kernel.name}: {kernel.reason}")
@@ -181,16 +183,26 @@ def _introduce(config: Config, mesh: Mesh, opened: data.Data, evaluation: Evalua
     say(f"run-dir   {run_dir}")
 
 
-def _start(program: Program, checkpoints: Checkpoints, batches: data.Batches) -> tuple[int, TrainState]:
+def _start(config: Config, program: Program, checkpoints: Checkpoints, batches: data.Batches) -> tuple[int, TrainState]:
     """Returns the steps done and the state after them, with `batches` at the batch that comes next."""
     restored = checkpoints.restore(program.state_struct)
     for note in checkpoints.notes:
         say(note)
     if restored is None:
-        return 0, program.init()
+        return 0, program.init() if config.init_from is None else _imported(config.init_from, program)
     step, state, batches.position = restored
     say(f"resuming after step {step}")
     return step, state
+
+
+def _imported(directory: Path, program: Program) -> TrainState:
+    """The state of step 0 with the parameters of a Hugging Face folder, which is checked before anything is made."""
+    try:
+        params = huggingface.load(directory, program.state_struct.params)
+    except ValueError as error:
+        raise InputError(f"--init-from {directory}: {error}") from error
+    say(f"weights   {directory}")
+    return dataclasses.replace(program.init(), params=params)
 
 
 def _conclude(report: Report, done: int, config: Config, run_dir: Path, command: list[str]) -> None:

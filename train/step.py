@@ -107,10 +107,10 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm; norm scales do not decay."""
+    """AdamW after clipping by the global norm; norm scales and biases do not decay."""
 
     def decays(params: Params) -> Params:
-        return jax.tree.map_with_path(lambda path, _: not path[-1].key.endswith("norm"), params)
+        return jax.tree.map_with_path(lambda path, _: not path[-1].key.endswith(("norm", "bias")), params)
 
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
