@@ -6,7 +6,7 @@ They are told by the names that executor.py gives: forward_step_0/fetch, forward
 import re
 import statistics
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,8 @@ def find_scope(path: str) -> str:
 class Activity(NamedTuple):
     """What a stream of a GPU did, from start to stop in microseconds.
 
-    op: the operation of the program. path: the scopes it is in. destination: the GPU that a copy between peers goes to.
+    op: the operation of the program. path: the scopes it is in. run: a number that one run of an operation on a GPU has
+    to itself. destination: the GPU that a copy between peers goes to.
     """
 
     device: int
@@ -37,6 +38,7 @@ class Activity(NamedTuple):
     path: str
     start: float
     stop: float
+    run: int = 0
     num_bytes: int | None = None
     destination: int | None = None
 
@@ -119,6 +121,7 @@ def read(path: Path) -> list[Activity]:
                         path=str(stats.get("name", "")),
                         start=event.start_ns * _MICROSECONDS,
                         stop=(event.start_ns + event.duration_ns) * _MICROSECONDS,
+                        run=int(stats.get("scope_range_id", 0)),
                         num_bytes=int(size[1]) if size else None,
                         destination=int(destination[1]) if destination else None,
                     )
@@ -133,8 +136,7 @@ def measure(activities: Sequence[Activity]) -> tuple[list[MessageTime], list[Ste
         # A copy between peers is recorded on the GPU that sends; the one that receives may wait for it as well.
         for device in {x.device, x.device if x.destination is None else x.destination}:
             by_device[device].append(x)
-    # NCCL's kernels do not tell their size, the zeros on a GPU to which nobody sends do.
-    sizes = {x.op: x.num_bytes for x in activities if x.is_message and x.num_bytes}
+    sizes = _sizes(activities)
     messages: dict[str, MessageTime] = {}
     steps: dict[str, StepTime] = {}
     for device, own in sorted(by_device.items()):
@@ -176,16 +178,22 @@ def _wait(message: Activity, device: int, main: Sequence[Activity]) -> tuple[boo
     return False, (min(max(message.start, idle_since), message.stop), message.stop)
 
 
+def _sizes(activities: Iterable[Activity]) -> dict[str, int]:
+    """Bytes by operation. NCCL's kernels do not tell them, but zeros do, on a GPU to which nobody sends."""
+    totals = Counter[tuple[str, int, int, bool]]()
+    for x in activities:
+        if x.is_message and x.num_bytes:
+            totals[x.op, x.device, x.run, x.is_fill] += x.num_bytes
+    return {op: num_bytes for (op, *_), num_bytes in totals.items()}
+
+
 def _message_times(device: int, sent: Iterable[_Sent], sizes: Mapping[str, int]) -> Iterator[MessageTime]:
-    """The medians of each message; zeros that are written after a copy belong to it."""
-    occurrences: dict[str, list[list[_Sent]]] = defaultdict(list)
+    """The medians of each message; XLA can send several arrays as one, and zeros belong to it too."""
+    runs: dict[str, dict[tuple[int, int], list[_Sent]]] = defaultdict(lambda: defaultdict(list))
     for x in sent:
-        of_op = occurrences[x.activity.op]
-        if x.activity.is_fill and of_op and not of_op[-1][-1].activity.is_fill:
-            of_op[-1].append(x)
-        else:
-            of_op.append([x])
-    for op, groups in occurrences.items():
+        runs[x.activity.op][x.activity.device, x.activity.run].append(x)
+    for op, of_op in runs.items():
+        groups = list(of_op.values())
         first, is_synchronous, _ = groups[0][0]
         yield MessageTime(
             scope=first.scope,

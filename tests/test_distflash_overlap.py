@@ -27,7 +27,7 @@ def compiled(name: str) -> str:
 def activities(mode: str) -> list[Activity]:
     """One execution of the forward pass of 32K tokens, times in microseconds."""
     with open(DATA / f"trace_{mode}.csv", newline="") as file:
-        number = {"device": int, "start": float, "stop": float, "num_bytes": int, "destination": int}
+        number = {"device": int, "start": float, "stop": float, "run": int, "num_bytes": int, "destination": int}
         rows = list(csv.DictReader(file))
     return [
         Activity(**{k: number.get(k, str)(v) if v or k not in number else None for k, v in x.items()}) for x in rows
@@ -139,7 +139,7 @@ def activity(stream, path, start, stop, **fields) -> Activity:
 
 def pass_of(fetch: tuple[float, float], *kernels: tuple[float, float], device=0, **fields) -> list[Activity]:
     """A GPU that computes a step after the other while it copies what the second needs."""
-    copy = activity("b", "forward_step_0/fetch/ppermute", *fetch, name="MemcpyP2P", device=device, **fields)
+    copy = activity("b", "forward_step_0/fetch/ppermute", *fetch, device=device, **({"name": "MemcpyP2P"} | fields))
     steps = [activity("a", f"forward_step_{n}/compute/k", *time, device=device) for n, time in enumerate(kernels)]
     return [copy, *steps]
 
@@ -165,9 +165,16 @@ def test_the_gpu_that_receives_waits_too():
     assert (message.device, message.exposed) == (1, 10)
 
 
+def test_arrays_that_xla_sends_as_one_are_one_message():
+    fields = {"name": "MemcpyP2P", "num_bytes": 8, "destination": 1, "run": 3}
+    second = activity("b", "forward_step_0/fetch/ppermute", 8, 12, **fields)
+    (message,), _ = trace.measure([second, *pass_of((0, 6), (1, 20), (32, 60), **fields)])
+    assert (message.num_bytes, message.time) == (16, 10)
+
+
 def test_medians_are_over_executions():
     executions = [
-        x._replace(start=x.start + 100 * n, stop=x.stop + 100 * n)
+        x._replace(start=x.start + 100 * n, stop=x.stop + 100 * n, run=n)
         for n, stop in enumerate((12, 24, 28))
         for x in pass_of((0, stop), (1, 20), (32, 60))
     ]
