@@ -119,9 +119,11 @@ def distflash_attention(
     )
     if placement.is_inside_shard_map(axis):
         placement.check_chunks(q, k, v, axis, mesh, spec)
+        _check_flags(mesh, lax.axis_size(axis))
         out, lse = attend(q, k, v, num_keys=S * lax.axis_size(axis))
         return (out, lse) if return_lse else out
     mesh = placement.find_mesh(mesh, axis, q)
+    _check_flags(mesh, mesh.shape[axis])
     spec = placement.find_spec(spec, mesh, axis, q)
     placement.check_divisible(q, k, mesh, spec)
     placed = [placement.place(name, x, mesh, spec) for name, x in (("q", q), ("k", k), ("v", v))]
@@ -149,7 +151,7 @@ def which_implementation(
     Raises:
         ValueError: `implementation` names none, or one that cannot run there.
     """
-    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
+    device = _first_device(mesh)
     return choose(
         implementation,
         platform=device.platform,
@@ -159,6 +161,18 @@ def which_implementation(
         scale=scale,
         cuda_version=_cuda_version(device.client.platform_version),
     )
+
+
+def _first_device(mesh: Mesh | AbstractMesh | None):
+    return mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
+
+
+def _check_flags(mesh: Mesh | AbstractMesh | None, num_workers: int) -> None:
+    """Warns where messages will not travel behind kernels for want of XLA flags."""
+    if num_workers > 1 and _first_device(mesh).platform == "gpu":
+        from distflash_jax import xla_flags  # only here: `python -m` warns of a module that its package has imported
+
+        xla_flags.warn_if_missing(jax.process_count())
 
 
 def _cuda_version(platform_version: str) -> int | None:

@@ -49,8 +49,34 @@ def choose(*, num_processes: int = 1) -> dict[str, str]:
 
 def add(flags: Mapping[str, str], text: str) -> str:
     """XLA_FLAGS of this text with those flags added that it does not name."""
-    named = {word.removeprefix("--").partition("=")[0] for word in text.split()}
+    named = _named(text)
     return " ".join([*text.split(), *(f"--{name}={value}" for name, value in flags.items() if name not in named)])
+
+
+def _named(text: str) -> set[str]:
+    return {word.removeprefix("--").partition("=")[0] for word in text.split()}
+
+
+def missing(num_processes: int) -> list[str]:
+    """Those flags for a job of so many processes that XLA_FLAGS does not name now, whatever their value."""
+    named = _named(os.environ.get("XLA_FLAGS", ""))
+    return [name for name in choose(num_processes=num_processes) if name not in named]
+
+
+def how_to_set(num_processes: int) -> str:
+    option = f" --num-processes {num_processes}" if num_processes > 1 else ""
+    return f'export XLA_FLAGS="$(python -m distflash_jax.xla_flags{option})" before JAX starts'
+
+
+def warn_if_missing(num_processes: int) -> None:
+    """Warns of flags that XLA_FLAGS does not name; by Python's own rule once in a process."""
+    if names := missing(num_processes):
+        warnings.warn(
+            f"XLA_FLAGS lacks {', '.join(names)}: unless compiler_options has them, attention waits for messages; "
+            f"{how_to_set(num_processes)}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def apply(flags: Mapping[str, str]) -> None:

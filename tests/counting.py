@@ -34,24 +34,3 @@ def permuted_bytes(compiled_text: str) -> int:
             bits, shape = re.search(r"[a-z]+(\d+)\[([\d,]*)\]", line.split("=", 1)[1]).groups()
             total += math.prod(map(int, shape.split(","))) * int(bits) // 8 * found[2].count("{")
     return total
-
-
-def order(compiled_text: str) -> list[str]:
-    """What a compiled GPU program does, in its order: "kernel", "start NAME", "done NAME", or "synchronous"."""
-    events = []
-    for line in compiled_text.splitlines():
-        if 'custom_call_target="mosaic_gpu' in line:
-            events.append("kernel")
-        elif found := re.search(r"%(\S+) = .* collective-permute-start\(", line):
-            events.append(f"start {found[1]}")
-        elif found := re.search(r" collective-permute-done\(%(\S+)\)", line):
-            events.append(f"done {found[1]}")
-        elif " collective-permute(" in line:
-            events.append("synchronous")
-    return events
-
-
-def messages(events: list[str]) -> list[tuple[str, int, int]]:
-    """(name, place of its start, place of its end) of each message in an order."""
-    starts = {event.removeprefix("start "): place for place, event in enumerate(events) if event.startswith("start ")}
-    return [(name, start, events.index(f"done {name}")) for name, start in starts.items()]

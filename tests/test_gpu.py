@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import oracle
 import pytest
-from counting import messages, order
 from oracle import Case
 from test_distflash_attention import assert_matches, attend
 from test_distflash_remat import WITH_POLICY, arguments, network
 
-from distflash_jax import xla_flags
+from distflash_jax import overlap, trace, xla_flags
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--seq-len", "512", "--batch-size", "2", "--dtype", "float32"]
@@ -72,11 +71,9 @@ def test_copies_between_peers_are_bitwise_those_of_the_default_transport():
 def test_every_message_travels_behind_a_kernel(strategy):
     """In the order in which the compiled program runs; of the ring's gradients the last must return at the end."""
     text = compile_on_two(OVERLAPPING, strategy=strategy)[0].as_text()
-    events = order(text)
-    assert "synchronous" not in events
-    kernels = [i for i, event in enumerate(events) if event == "kernel"]
-    exposed = [name for name, start, done in messages(events) if not any(start < kernel < done for kernel in kernels)]
-    assert bool(exposed) == (strategy == "ring")
+    found = overlap.messages(overlap.order(text))
+    assert found and not any(message.is_synchronous for message in found)
+    assert all(message.is_hidden for message in found) == (strategy == "balanced")
 
 
 @pytest.mark.gpu(1)
@@ -113,11 +110,18 @@ def test_the_trainers_losses_are_the_cpus(num_workers, tmp_path):
 def test_a_profile_of_two_gpus_names_steps_and_messages(tmp_path):
     losses(tmp_path, "--mesh", "seq=2", "--platform", "cuda", "--profile-steps", "15:16")
     (file,) = tmp_path.glob("plugins/profile/*/*.xplane.pb")
-    profile = jax.profiler.ProfileData.from_file(str(file))
-    gpus = [plane for plane in profile.planes if plane.name.startswith("/device:GPU:")]
-    assert len(gpus) == 2
-    for plane in gpus:
-        texts = [" ".join(map(str, dict(event.stats).values())) for line in plane.lines for event in line.events]
-        in_forward = [f"forward_step_{part}" for part in ("0/fetch", "0/compute", "1/compute", "1/return", "2/merge")]
-        for scope in (*in_forward, *(scope.replace("forward", "backward") for scope in in_forward)):
-            assert any(f"layer/attention/shard_map/{scope}" in text for text in texts), scope
+    activities = trace.read(file)
+    prefix = "layer/attention/shard_map/"
+    for direction in ("forward", "backward"):
+        # XLA fuses the last merge with earlier ones or with what follows, and names such an operation by the scopes
+        # that all of its parts are in: of merges there is nothing to find for certain.
+        for step in range(3):
+            scope = f"{prefix}{direction}_step_{step}/compute"
+            assert {x.device for x in activities if scope in x.path} == {0, 1}, scope
+        # A copy between peers is an event of the GPU that sends, and in the forward pass only one returns a result.
+        for scope in (f"{prefix}{direction}_step_0/fetch/ppermute", f"{prefix}{direction}_step_1/return/ppermute"):
+            assert any(x.is_message and scope in x.path for x in activities), scope
+    messages, steps = trace.measure(activities)
+    assert messages and {x.step for x in steps} == {
+        f"{way}_step_{n}" for way in ("forward", "backward") for n in range(3)
+    }

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from distflash_jax import distflash_attention, remat, which_implementation, xla_flags
+from distflash_jax import distflash_attention, overlap, remat, which_implementation, xla_flags
 from models import huggingface
 from models.llama import Llama, Remat
 from train import data
@@ -68,6 +68,9 @@ def run(config: Config, command: list[str]) -> None:
                 done += 1
                 with profile.step(done):
                     batch = jax.device_put(next(batches), program.batch_sharding)
+                    if done == start + 1 and config.platform == "cuda" and config.mesh.seq > 1:
+                        # The call below runs what is compiled here.
+                        _tell_of_exposed(program.step.lower(state, batch).compile().as_text())
                     state, metrics = program.step(state, batch)
                     metrics = jax.device_get(metrics)
                 report.step(done, {name: value.item() for name, value in metrics.items()})
@@ -203,6 +206,12 @@ def _imported(directory: Path, program: Program) -> TrainState:
         raise InputError(f"--init-from {directory}: {error}") from error
     say(f"weights   {directory}")
     return dataclasses.replace(program.init(), params=params)
+
+
+def _tell_of_exposed(compiled_text: str | None) -> None:
+    """One line if the step that was compiled waits for messages of attention."""
+    if compiled_text and (warning := overlap.warning(compiled_text)):
+        say(f"warning   {warning}")
 
 
 def _conclude(report: Report, done: int, config: Config, run_dir: Path, command: list[str]) -> None:
