@@ -1,9 +1,18 @@
 """Eight virtual CPU devices, strict dtype promotion; `--platform cuda` runs the same tests on GPUs."""
 
-import os
-
 import jax
 import pytest
+
+from distflash_jax import xla_flags
+
+# On CPUs the tests compile far more than they compute, and half of that time would go into what these leave out: a
+# generator of code for fusions that goes by way of MLIR, and modules cut into parts for threads that there are not.
+LITTLE_COMPILATION = {
+    "xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
+    "xla_cpu_parallel_codegen_split_count": "1",
+}
+# On GPUs autotuning would mostly choose algorithms of the float32 oracle.
+NO_AUTOTUNING = {"xla_gpu_autotune_level": "0"}
 
 
 def pytest_addoption(parser):
@@ -11,13 +20,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    jax.config.update("jax_platforms", config.getoption("--platform"))
+    platform = config.getoption("--platform")
+    jax.config.update("jax_platforms", platform)
     jax.config.update("jax_num_cpu_devices", 8)
-    # On CPUs the tests compile far more than they compute; this halves the time of a compilation.
-    jax.config.update("jax_disable_most_optimizations", config.getoption("--platform") == "cpu")
+    jax.config.update("jax_disable_most_optimizations", platform == "cpu")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    if config.getoption("--platform") == "cuda":  # on GPUs they would mostly choose algorithms of the float32 oracle
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+    xla_flags.apply(LITTLE_COMPILATION if platform == "cpu" else NO_AUTOTUNING)
 
 
 def pytest_collection_modifyitems(config, items):
