@@ -1,12 +1,14 @@
 """Eight virtual CPU devices, strict dtype promotion; `--platform cuda` runs the same tests on GPUs."""
 
+import os
+
 import jax
 import pytest
 
 from distflash_jax import xla_flags
 
-# On CPUs the tests compile far more than they compute, and half of that time would go into what these leave out: a
-# generator of code for fusions that goes by way of MLIR, and modules cut into parts for threads that there are not.
+# On CPUs the tests compile far more than they compute. Without optimizations, half of the time that is left would go
+# into what these flags leave out: code of fusions by way of MLIR, and modules cut into parts for threads to compile.
 LITTLE_COMPILATION = {
     "xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
     "xla_cpu_parallel_codegen_split_count": "1",
@@ -23,9 +25,11 @@ def pytest_configure(config):
     platform = config.getoption("--platform")
     jax.config.update("jax_platforms", platform)
     jax.config.update("jax_num_cpu_devices", 8)
-    jax.config.update("jax_disable_most_optimizations", platform == "cpu")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     xla_flags.apply(LITTLE_COMPILATION if platform == "cpu" else NO_AUTOTUNING)
+    if platform == "cpu":
+        jax.config.update("jax_disable_most_optimizations", True)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of children
 
 
 def pytest_collection_modifyitems(config, items):
