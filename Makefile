@@ -6,7 +6,7 @@ PY = .venv/bin/python
 SETUP = sh .ci/setup
 # What constraints.txt is resolved with; the rest is whatever fits these.
 PINS = jax==0.11.2 jaxlib==0.11.2 flax==0.12.10 orbax-checkpoint==0.12.8
-JAX_NEXT = jax>=0.12,<0.13
+JAX_NEXT = 'jax>=0.12,<0.13' 'jaxlib>=0.12,<0.13'
 CUDA_PLUGIN = jax-cuda13-pjrt==0.11.2
 
 .PHONY: help train test lint format cuda12 cuda13 assemble compile smoke-jax-next constraints clean
@@ -69,10 +69,10 @@ build/cuda/.ready: .venv/.ready
 	@$(SETUP) .venv dev constraints.txt
 	@touch $@
 
-build/jax-next/.ready: pyproject.toml constraints.txt .ci/setup
+build/jax-next/.ready: .venv/.ready
 	@mkdir -p build
 	@grep -Ev '^(jax|jaxlib)==' constraints.txt > build/constraints-jax-next.txt
-	@$(SETUP) build/jax-next test build/constraints-jax-next.txt '$(JAX_NEXT)'
+	@BASE=.venv $(SETUP) build/jax-next test build/constraints-jax-next.txt $(JAX_NEXT)
 	@touch $@
 
 # A moved checkout, or one whose Python is gone, is set up again whatever the stamp says.

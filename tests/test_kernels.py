@@ -30,22 +30,22 @@ class Pair(NamedTuple):
     def segment_ids(self):
         if not self.documents:
             return None
-        count = lambda positions: sum(jnp.where(positions >= start, 1, 0) for start in self.documents)
-        ids = count(self.q_start + jnp.arange(self.T)), count(self.k_start + jnp.arange(self.S))
+        count = lambda positions: np.searchsorted(self.documents, positions, side="right").astype(np.int32)
+        ids = count(self.q_start + np.arange(self.T)), count(self.k_start + np.arange(self.S))
         # The second row of the batch is one document.
-        return tuple(jnp.stack([x, jnp.ones_like(x)]) for x in ids)
+        return tuple(jnp.asarray(np.stack([x, np.ones_like(x)])) for x in ids)
 
     def mask(self, k_stop=None) -> Mask:
         q_start, k_start, stop = (jnp.int32(x) for x in (self.q_start, self.k_start, self.num_keys))
         stop = stop if k_stop is None else jnp.int32(k_stop)
         return Mask(q_start, k_start, stop, self.is_causal, self.window, self.segment_ids())
 
-    def visible(self) -> jax.Array:
-        q, k = self.q_start + jnp.arange(self.T)[:, None], self.k_start + jnp.arange(self.S)
+    def visible(self) -> np.ndarray:
+        q, k = self.q_start + np.arange(self.T)[:, None], self.k_start + np.arange(self.S)
         seen = (k < self.num_keys) & ((k <= q) | (not self.is_causal)) & (k > q - (self.window or 10**6))
         if self.documents:
-            q_ids, k_ids = self.segment_ids()
-            seen &= (q_ids[:, :, None] == k_ids[:, None]) & (q_ids[:, :, None] > 0)
+            q_ids, k_ids = map(np.asarray, self.segment_ids())
+            seen = seen & (q_ids[:, :, None] == k_ids[:, None]) & (q_ids[:, :, None] > 0)
         return seen
 
 
@@ -109,6 +109,9 @@ def own(*arrays):
     return Operand(arrays, Box(0, arrays[0].shape[1], 0, arrays[0].shape[2]), None, jnp.array(False))
 
 
+dense_attention = jax.jit(dense.attention, static_argnames=("scale", "softcap"))
+
+
 def skip_without_tiles_of_its_own(kernel, pair):
     if kernel is IMPLEMENTATIONS["xla"] and pair.H != 64:
         pytest.skip("to xla one head dim is like another")
@@ -122,7 +125,7 @@ def test_forward_equals_dense(kernel, dtype, atol, pair):
     scale = pair.H**-0.5
     run = jax.jit(lambda q, k, v, mask: kernel.forward(own(q), own(k, v), mask, scale, pair.softcap))
     out, lse = run(q, k, v, pair.mask())
-    expected_out, expected_lse = dense.attention(q, k, v, pair.visible(), scale, pair.softcap)
+    expected_out, expected_lse = dense_attention(q, k, v, pair.visible(), scale, pair.softcap)
     np.testing.assert_allclose(out, expected_out, atol=atol)
     np.testing.assert_allclose(lse, expected_lse, atol=atol)
 
@@ -134,7 +137,7 @@ def test_backward_equals_dense(kernel, dtype, atol, pair):
     skip_without_tiles_of_its_own(kernel, pair)
     q, k, v, dout = random_arrays(pair, dtype)
     scale = pair.H**-0.5
-    exact = lambda *x: dense.attention(*x, pair.visible(), scale, pair.softcap)
+    exact = lambda *x: dense_attention(*x, pair.visible(), scale, pair.softcap)
     (out, lse), pull_back = jax.vjp(exact, *as_float32(q, k, v))
     dlse = jnp.where(lse == -jnp.inf, 0.0, jnp.sin(lse))
     delta = jnp.sum(dout.astype(jnp.float32) * out, axis=-1) - dlse
@@ -149,7 +152,7 @@ def test_gradients_of_blocks_add_up(kernel, dtype, atol):
     """Two key chunks, each differentiated with the lse and delta of whole rows."""
     pair = Pair(T=40, S=80, q_start=40)
     q, k, v, dout = random_arrays(pair, dtype)
-    (out, lse), pull_back = jax.vjp(lambda *x: dense.attention(*x, pair.visible(), 0.3), *as_float32(q, k, v))
+    (out, lse), pull_back = jax.vjp(lambda *x: dense_attention(*x, pair.visible(), 0.3), *as_float32(q, k, v))
     delta = jnp.sum(dout.astype(jnp.float32) * out, axis=-1)
     blocks = [
         kernel.backward(
@@ -181,7 +184,7 @@ def test_own_box_or_peer_is_chosen_at_run_time(kernel, dtype, atol, is_peer, cut
     keys = Operand((k, v), boxes[1], (boxes[1].take(other_k), boxes[1].take(other_v)), jnp.array(is_peer))
     mask = pair._replace(q_start=boxes[0].row).mask()
     results = kernel.forward(queries, keys, mask, 0.25)
-    whole = dense.attention(*((other_q, other_k, other_v) if is_peer else (q, k, v)), pair.visible(), 0.25)
+    whole = dense_attention(*((other_q, other_k, other_v) if is_peer else (q, k, v)), pair.visible(), 0.25)
     for x, expected in zip(results, whole, strict=True):
         np.testing.assert_allclose(x, boxes[0].take(expected), atol=atol)
 
@@ -206,7 +209,7 @@ def test_partial_results_have_the_dtype_that_the_caller_wants(kernel, dtype, ato
     task = own(q, dout, lse, jnp.zeros_like(lse)), own(k, v), pair.mask()
     assert {x.dtype for x in (out, *kernel.backward(*task, 0.25, dtype=result))} == {jnp.dtype(result)}
     assert {x.dtype for x in (lse, *kernel.backward(*task, 0.25))} == {jnp.dtype("float32")}
-    exact = dense.attention(q, k, v, pair.visible(), 0.25)
+    exact = dense_attention(q, k, v, pair.visible(), 0.25)
     np.testing.assert_allclose(out.astype(jnp.float32), exact[0], atol=3e-2)
     np.testing.assert_allclose(lse, exact[1], atol=3e-2)
 
@@ -215,11 +218,12 @@ def test_partial_results_have_the_dtype_that_the_caller_wants(kernel, dtype, ato
 @pytest.mark.parametrize("sizes", [(16, 16), (32, 8)])
 def test_tiles_that_the_mask_leaves_out_hide_everything_and_full_ones_nothing(pair, sizes):
     rows, keys = sizes
-    table = {
-        "keys": np.asarray(pair.mask().key_tiles(pair.T, rows, pair.S, keys)),
-        "queries": np.asarray(pair.mask().query_tiles(pair.T, rows, pair.S, keys)),
+    tables = lambda mask: {
+        "keys": mask.key_tiles(pair.T, rows, pair.S, keys),
+        "queries": mask.query_tiles(pair.T, rows, pair.S, keys),
     }
-    visible = np.asarray(jnp.broadcast_to(pair.visible(), (2, pair.T, pair.S)))
+    table = jax.device_get(jax.jit(tables)(pair.mask()))
+    visible = np.broadcast_to(pair.visible(), (2, pair.T, pair.S))
     for side, (size, other) in {"keys": (rows, keys), "queries": (keys, rows)}.items():
         seen = visible if side == "keys" else visible.swapaxes(1, 2)
         for batch, number in np.ndindex(2, -(-seen.shape[1] // size)):
