@@ -2,37 +2,25 @@
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self, cast
+from typing import Self
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from distflash_jax import distflash_attention, remat, which_implementation, xla_flags
-from models.llama import Llama, Remat
+from distflash_jax import which_implementation, xla_flags
 from train import data
 from train.checkpoint import Checkpoints
 from train.config import Config, StepRange, open_run_dir
 from train.interrupt import Interrupt
 from train.mesh import describe, make_mesh
+from train.program import build_program
 from train.report import Report, say
-from train.step import OptimizerConfig, Program, TrainState, build
-
-# Layers are scanned, so nothing can merge a layer's recomputation with its forward: no barrier is needed against it.
-_checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
-_REMATS: dict[str, Remat] = {
-    "attention": lambda layer: _checkpoint(layer, policy=remat.save_attention_outputs()),
-    "offload": lambda layer: _checkpoint(layer, policy=remat.offload_attention_outputs()),
-    "layer": _checkpoint,
-    "none": lambda layer: layer,
-}
+from train.step import Program, TrainState
 
 
 def run(config: Config, command: list[str]) -> None:
@@ -72,31 +60,6 @@ def run(config: Config, command: list[str]) -> None:
         if done > start and done % config.save_every != 0:
             checkpoints.save(done, state, batches.position)
     _conclude(report, done, config, run_dir, command)
-
-
-def build_program(config: Config, mesh: Mesh) -> Program:
-    """The compiled side of a run: a Llama whose attention is spread over the seq axis of the mesh."""
-    attention = functools.partial(
-        distflash_attention,
-        mesh=mesh,
-        axis="seq",
-        spec=P("data", "seq"),
-        strategy=config.strategy,
-        causal=True,
-    )
-
-    def create_model(rngs: nnx.Rngs) -> Llama:
-        return Llama(
-            config.llama,
-            attention=attention,
-            remat=_REMATS[config.remat],
-            dtype=jnp.dtype(config.dtype),
-            rngs=rngs,
-        )
-
-    # No total_steps: the rate stays constant, so that a run is exactly the beginning of one with more steps.
-    optimizer = OptimizerConfig(learning_rate=cast(float, config.lr), warmup_steps=config.warmup_steps)
-    return build(create_model, mesh=mesh, optimizer=optimizer, seed=config.seed)
 
 
 class Profile:

@@ -9,7 +9,7 @@ from train.config import InputError, MeshShape, Platform
 
 
 def make_mesh(shape: MeshShape, platform: Platform) -> Mesh:
-    """Returns a mesh with the axes data and seq; must be the first use of JAX, whose platform it decides.
+    """Returns a mesh with the axes data, seq and tensor; must be the first use of JAX, whose platform it decides.
 
     Raises:
       InputError: the platform is not there, or has fewer devices than the mesh.
@@ -33,9 +33,9 @@ def make_mesh(shape: MeshShape, platform: Platform) -> Mesh:
             f"--mesh seq={len(devices)} would fit"
         )
     return jax.make_mesh(
-        (shape.data, shape.seq),
-        ("data", "seq"),
-        axis_types=(AxisType.Auto, AxisType.Auto),
+        (shape.data, shape.seq, shape.tensor),
+        ("data", "seq", "tensor"),
+        axis_types=(AxisType.Auto,) * 3,
         devices=devices[: shape.num_devices],
     )
 
