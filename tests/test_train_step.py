@@ -14,6 +14,7 @@ from distflash_jax import distflash_attention
 from models.config import LlamaConfig
 from models.llama import Llama
 from train.loss import token_losses
+from train.plan import allocated
 from train.program import make_remat
 from train.sharding import HEADS, bytes_per_device, make_gather
 from train.step import OptimizerConfig, build, make_schedule
@@ -143,7 +144,10 @@ def test_a_device_holds_its_part_of_the_state_and_layers_are_gathered_one_by_one
     batch = jax.device_put(some_batch(0), program.batch_sharding)
     compiled = program.step.lower(program.state_struct, batch).compile()  # the step's own, from JAX's cache
     local_bytes = bytes_per_device(program.state_struct) + bytes_per_device(batch)
-    assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(local_bytes, rel=0.02)
+    analysis = compiled.memory_analysis()
+    assert analysis.argument_size_in_bytes == pytest.approx(local_bytes, rel=0.02)
+    planned = allocated(program, batch_size=BATCH, seq_len=LENGTH)
+    assert planned == pytest.approx(local_bytes + analysis.temp_size_in_bytes, rel=0.01)
     text = compiled.as_text()
     gathers = re.findall(r' all-gather\(.*op_name="([^"]*gather/sharding_constraint)"', text)
     # Seven projections, forward and again backward, each inside the loop over micro-batches and that over layers.

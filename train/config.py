@@ -115,6 +115,13 @@ def _rope_scaling(word: str) -> Llama3RopeScaling:
     raise ValueError(f"{word}: llama3 or llama3:FACTOR with a factor of at least 1, such as llama3:8")
 
 
+def _num_bytes(word: str) -> int:
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|GB)", word)
+    if size is None or float(size[1]) == 0:
+        raise ValueError(f"{word}: a size in GiB or GB, such as 140GiB")
+    return int(float(size[1]) * {"GiB": 2**30, "GB": 10**9}[size[2]])
+
+
 Remat = Literal["attention", "offload", "offload-all", "layer", "none"]
 Strategy = Literal["balanced", "balanced_unsplit", "ring"]
 Platform = Literal["auto", "cpu", "cuda"]
@@ -190,6 +197,11 @@ class Config:
     """auto is cuda where a GPU is found, otherwise as many virtual CPU devices as the mesh needs."""
     dtype: Annotated[Dtype | None, _choice(*get_args(Dtype))] = None
     """Dtype of activations; without it: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Compile the step and print what it needs, without data or run-dir: bytes of each kind on a device, FLOPs,
+    seconds, and the longest sequence that fits."""
+    device_memory: Annotated[int | None, _flag(_num_bytes, "SIZE")] = None
+    """Memory of a device for --dry-run, such as 140GiB; without it: what JAX may use of the GPU."""
     overrides: Annotated[ModelOverrides, tyro.conf.arg(name="")] = ModelOverrides()
 
     def __post_init__(self) -> None:
@@ -266,9 +278,10 @@ _MAY_CHANGE = {"steps", "save_every", "profile_steps"}
 
 
 def _to_json(config: Config) -> dict[str, Any]:
-    """Every setting by name except run_dir, so that a run-dir can be moved."""
+    """Every setting of training by name; without run_dir, so that a run-dir can be moved."""
     settings = dataclasses.asdict(config) | dataclasses.asdict(config.overrides)
-    del settings["overrides"], settings["run_dir"]
+    for name in ("overrides", "run_dir", "dry_run", "device_memory"):
+        del settings[name]
     return settings | {
         "mesh": str(config.mesh),
         "data": config.data and str(config.data),

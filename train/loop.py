@@ -17,25 +17,33 @@ from train import data
 from train.checkpoint import Checkpoints
 from train.config import Config, StepRange, open_run_dir
 from train.interrupt import Interrupt
-from train.mesh import describe, make_mesh
+from train.mesh import describe, make_mesh, peak_memory
+from train.plan import dry_run, explain_exhaustion
 from train.program import build_program
 from train.report import Report, say
 from train.step import Program, TrainState
 
 
 def run(config: Config, command: list[str]) -> None:
-    """Trains to `config.steps` or to the first Ctrl-C, and saves; `command` is what resumes it."""
+    """Trains to `config.steps` or to the first Ctrl-C, and saves; `command` is what resumes it.
+
+    With `config.dry_run` it prints what a step needs, and that is all.
+    """
     # Orbax logs at length what `Checkpoints.notes` says in a line.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     xla_flags.apply(xla_flags.choose() | (xla_flags.PROFILING if config.profile_steps is not None else {}))
     mesh = make_mesh(config.mesh, config.platform)
     config = _resolve(config, mesh)
+    if config.dry_run:
+        print(dry_run(config, mesh))
+        return
     tokens = data.load(config.data, config.llama.vocab_size)
     batches = data.Batches(tokens, seq_len=config.seq_len, batch_size=config.batch_size, seed=config.seed)
     program = build_program(config, mesh)
     run_dir = open_run_dir(config)
     _introduce(config, mesh, tokens, run_dir)
     with (
+        explain_exhaustion(config, program, mesh),
         Interrupt(lambda: say("stopping after this step; a second signal leaves at once")) as interrupt,
         contextlib.closing(Checkpoints(run_dir / "checkpoints")) as checkpoints,
     ):
@@ -60,6 +68,9 @@ def run(config: Config, command: list[str]) -> None:
         if done > start and done % config.save_every != 0:
             checkpoints.save(done, state, batches.position)
     _conclude(report, done, config, run_dir, command)
+    peak = peak_memory(mesh)
+    if peak is not None:
+        say(f"memory    {peak / 2**30:.2f} GiB at most on a device; --dry-run tells what for")
 
 
 class Profile:
