@@ -39,6 +39,7 @@ REFUSED = [
     ("--mesh tensor=4", "--mesh data=1,seq=1,tensor=4: a tensor axis that divides the model's 2 key/value heads"),
     ("--accumulate 3", "--accumulate 3: --batch-size 4 must be a multiple of it times the data axis"),
     ("--decay-steps 10", "--decay-steps 10: more than --warmup-steps 10"),
+    ("--device-memory 140", "--device-memory 140: a size in GiB or GB, such as 140GiB"),
     ("--z-loss -1", "--z-loss -1: a finite number of at least 0"),
     ("--seq-len 100", "--seq-len 100: a multiple of the seq axis of --mesh data=1,seq=8"),
     ("--seq-len 4", "--seq-len 4: a multiple of the seq axis of --mesh data=1,seq=8"),
@@ -97,6 +98,7 @@ def test_the_default_run_dir_follows_what_matters_and_nothing_else():
     assert first.parts[0] == "runs"
     assert first.name.startswith("tiny-")
     assert default_run_dir(parse(["--steps", "7", "--save-every", "2", "--profile-steps", "1:2"])) == first
+    assert default_run_dir(parse(["--dry-run", "--device-memory", "80GiB"])) == first
     for line in ("--lr 1", "--seed 1", "--mesh seq=4", "--hidden-size 64", "--remat none"):
         assert default_run_dir(parse(line.split())) != first
 

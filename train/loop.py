@@ -21,6 +21,7 @@ from train.mesh import describe, make_mesh, peak_memory
 from train.plan import dry_run, explain_exhaustion
 from train.program import build_program
 from train.report import Report, say
+from train.sharding import bytes_per_device
 from train.step import Program, TrainState
 
 
@@ -42,6 +43,9 @@ def run(config: Config, command: list[str]) -> None:
     program = build_program(config, mesh)
     run_dir = open_run_dir(config)
     _introduce(config, mesh, tokens, run_dir)
+    size = bytes_per_device(program.state_struct)
+    parts = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state_struct)) / size
+    say(f"state     {size / 2**20:,.1f} MiB of parameters and optimizer on a device, one part of {parts:.2f}")
     with (
         explain_exhaustion(config, program, mesh),
         Interrupt(lambda: say("stopping after this step; a second signal leaves at once")) as interrupt,
