@@ -1,14 +1,18 @@
 """train.plan: bytes, FLOPs and the longest sequence, before a run and when one has no memory left."""
 
+import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
+from counting import equations
 
 from models.config import PRESETS
 from train import plan
 from train.config import InputError, parse
 from train.cost import step_flops, step_seconds
+from train.sharding import gathered_spec, make_gather
 
 SMALL = ["--dtype", "float32", "--lr", "1", "--vocab-size", "64", "--num-hidden-layers", "3", "--seq-len", "256"]
 
@@ -40,6 +44,16 @@ def test_neither_gathered_nor_rounded_weights_are_kept_for_the_backward(policy):
     weights = {(3, 128, 4, 32), (3, 128, 2, 32), (3, 4, 32, 128), (3, 128, 384), (3, 384, 128)}
     assert not kept & weights
     assert (3, 4, 256, 128) in kept and ((3, 4, 256, 384) in kept) == (policy == "none")
+
+
+def test_projections_are_gathered_in_the_dtype_of_activations_and_the_embedding_in_its_own():
+    _, mesh = configure("--mesh", "seq=2")
+    for name, dtype in (("q_proj", jnp.bfloat16), ("embed_tokens", jnp.float32)):
+        gather = functools.partial(make_gather(mesh, jnp.bfloat16), name)
+        inside = equations(jax.make_jaxpr(gather)(jnp.ones((8, 4, 2))))
+        found = [equation for _, equation in inside if equation.primitive.name == "sharding_constraint"]
+        assert found[-1].params["sharding"].spec == gathered_spec(name, (8, 4, 2), mesh)
+        assert {equation.invars[0].aval.dtype for equation in found} == {jnp.dtype(dtype)}
 
 
 def test_a_dry_run_tells_bytes_flops_and_the_longest_sequence_without_a_run_dir(tmp_path, monkeypatch):
