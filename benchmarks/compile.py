@@ -25,8 +25,6 @@ from benchmarks.attention import MODES
 from distflash_jax import distflash_attention, overlap, xla_flags
 from distflash_jax.schedule import STRATEGIES, Strategy
 
-# compiler_options has other names than XLA_FLAGS for the values of this flag.
-OPTIONS = xla_flags.choose() | {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 WIDTHS = {"pred": 1, "s32": 4, "u32": 4, "f32": 4, "bf16": 2, "f16": 2}
 
 
@@ -44,7 +42,7 @@ def compile_attention(
     )
     both = lambda q, k, v, dout: jax.vjp(attention, q, k, v)[1](dout)
     program, inputs = (attention, (q, k, k)) if mode == "forward" else (both, (q, k, k, q))
-    return jax.jit(program, compiler_options=OPTIONS).trace(*inputs).lower().compile()
+    return jax.jit(program).trace(*inputs).lower().compile()
 
 
 def copies(compiled_text: str, num_bytes: int) -> list[tuple[str, str, int]]:
@@ -72,6 +70,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=MODES, default="forward_backward")
     parser.add_argument("--plugin", type=Path, help="xla_cuda_plugin.so")
     arguments = parser.parse_args()
+    xla_flags.apply(xla_flags.choose())
     with tempfile.TemporaryDirectory() as folder:
         try:
             library = arguments.plugin or plugin.find()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from distflash_jax.schedule import WHOLE, Part, Permutation, Schedule, Side, Step, Task
+from distflash_jax.schedule import MERGED_AT_ONCE, WHOLE, Part, Permutation, Schedule, Side, Step, Task
 
 Direction = Literal["forward", "backward"]
 Arrays = dict[str, tuple[str, ...]]  # names, by the side of the task
@@ -127,14 +127,19 @@ class Cost:
         if len(steps) == 1:
             return tuple(amounts)
         for key, names in RETURNED[direction].items():
-            held: set[Part] = set()
+            read: dict[Part, int] = {}  # of each part, how many arrays its next merge reads
             for number, step in enumerate(steps):
+                if number % MERGED_AT_ONCE == 0 and number + 1 < len(steps):
+                    for part in (part for part, count in read.items() if count > 1):
+                        amounts[number + 1] += (read[part] + 1) * self._size(names, part)
+                        read[part] = 1
                 side, before = getattr(step, key), getattr(steps[number - 1], key) if number else None
                 for part in ([before.peer] if before and before.fetch else []) + [side.own]:
-                    amounts[number + 1] += self._included(names, key, part, held)
+                    self._include(key, part, read)
             if getattr(steps[-1], key).fetch:
-                amounts[-1] += self._included(names, key, getattr(steps[-1], key).peer, held)
-            amounts[-1] += sum(self.size(name) * (4 + self.shape.itemsize) // 4 for name in names)
+                self._include(key, getattr(steps[-1], key).peer, read)
+            amounts[-1] += sum(count * self._size(names, part) for part, count in read.items())
+            amounts[-1] += sum(self.size(name) * self.shape.itemsize // 4 for name in names)
         return tuple(amounts)
 
     def _cut(self, direction: Direction, step: Step) -> int:
@@ -142,14 +147,13 @@ class Cost:
         cut = [(names, side.peer) for names, side in sides if side.fetch and side.peer != WHOLE]
         return sum(2 * self.size(name, part) for names, part in cut for name in names)
 
-    def _included(self, names: tuple[str, ...], key: str, part: Part, held: set[Part]) -> int:
-        """Of results that join those that a worker holds: two are read and one is written; the first is just kept."""
-        amount = 0
+    def _include(self, key: str, part: Part, read: dict[Part, int]) -> None:
         for own in getattr(self.schedule, f"{key}_parts"):
             if part in (own, WHOLE):
-                amount += 3 * sum(self.size(name, own) for name in names) * (own in held)
-                held.add(own)
-        return amount
+                read[own] = read.get(own, 0) + 1
+
+    def _size(self, names: tuple[str, ...], part: Part) -> int:
+        return sum(self.size(name, part) for name in names)
 
     def size(self, name: str, part: Part = WHOLE) -> int:
         """Bytes of a part of a chunk of an array, by its name in executor.py."""

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from distflash_jax.merge import merge
-from distflash_jax.schedule import WHOLE, Part, Permutation, Schedule, Side, Step
+from distflash_jax.schedule import MERGED_AT_ONCE, WHOLE, Part, Permutation, Schedule, Side, Step
 from pallas_kernels.block import BlockAttention, Box, Gradients, Operand
 from pallas_kernels.masks import Mask
 
@@ -122,9 +122,14 @@ def _run(
                 partial = kernel(queries, keys, _mask(plan, step, queries, keys), plan.scale, dtype=dtype)
             # The next step's sends depend on this kernel: memory for messages does not grow with the workers. And what
             # the step before returns is not waited for until this kernel is done.
-            q_side, kv_side, fetched_q, fetched_kv, partial, returned = lax.optimization_barrier(
-                (q_side, kv_side, fetched_q, fetched_kv, partial, returned)
+            # XLA puts all merges between two barriers into one pass over memory, and keeps until then what is merged.
+            is_merged = number % MERGED_AT_ONCE == 0 and number + 1 < len(steps)
+            settled = [total.parts if is_merged else {} for total in totals]
+            q_side, kv_side, fetched_q, fetched_kv, partial, returned, settled = lax.optimization_barrier(
+                (q_side, kv_side, fetched_q, fetched_kv, partial, returned, settled)
             )
+            for total, parts in zip(totals, settled, strict=True):
+                total.parts |= parts
             _include_returned(plan, totals, steps[number - 1], returned)
             returned = _return(plan, totals, step, partial)
             with jax.named_scope("merge"):

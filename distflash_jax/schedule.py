@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
+MERGED_AT_ONCE = 2  # steps; more would need more memory for what waits to be merged, fewer more passes over it
+
 Cut = Literal["heads", "rows"]
 Strategy = Literal["balanced", "balanced_unsplit", "ring"]
 STRATEGIES: tuple[Strategy, ...] = ("balanced", "balanced_unsplit", "ring")

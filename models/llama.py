@@ -18,6 +18,7 @@ from models.config import LlamaConfig
 
 Attention = Callable[[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Array]
 Remat = Callable[[Callable], Callable]
+Gather = Callable[[str, Array], Array]
 Rotation = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 
 
@@ -121,6 +122,8 @@ class Llama(nnx.Module):
         attention: (q [B T N H], k [B T K H], v [B T K H]) -> out [B T N H], causal.
         remat: transforms the function of one layer, such as `functools.partial(jax.checkpoint, policy=...)`;
             `lambda layer: layer` keeps everything.
+        gather: (name, weight of one layer, or of none) -> the weight as it is used, where and when it is used;
+            `lambda name, weight: weight` where each device has all of them.
         dtype: of activations and matrix products; parameters stay float32.
     """
 
@@ -130,6 +133,7 @@ class Llama(nnx.Module):
         *,
         attention: Attention,
         remat: Remat,
+        gather: Gather,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
@@ -140,6 +144,7 @@ class Llama(nnx.Module):
 
         self.config = config
         self.remat = remat
+        self.gather = gather
         self.dtype = dtype
         self.embed_tokens = _weight(rngs, (config.vocab_size, config.hidden_size), 0.02)
         self.layers = stack(rngs)
@@ -162,14 +167,16 @@ class Llama(nnx.Module):
         if window is not None and tokens.shape[1] > window:
             raise ValueError(f"sliding_window={window} must be at least the {tokens.shape[1]} tokens of a sequence")
         with jax.named_scope("embed"):
-            x = self.embed_tokens[...][tokens].astype(self.dtype)
+            x = self.gather("embed_tokens", self.embed_tokens[...])[tokens].astype(self.dtype)
             cos_sin = rotation(self.config, tokens.shape[1])
         graphdef, stacked = nnx.split(self.layers)
 
-        def apply_layer(x, layer):
+        def apply_layer(x, weights):
+            with jax.named_scope("gather"):
+                layer = nnx.State({name: self.gather(name, weight) for name, weight in weights.items()})
             with jax.named_scope("layer"):
                 return nnx.merge(graphdef, layer)(x, cos_sin), None
 
-        x, _ = jax.lax.scan(self.remat(apply_layer), x, stacked)
+        x, _ = jax.lax.scan(self.remat(apply_layer), x, nnx.to_pure_dict(stacked))
         with jax.named_scope("final_norm"):
-            return rms_norm(x, self.norm[...], eps=self.config.rms_norm_eps)
+            return rms_norm(x, self.gather("norm", self.norm[...]), eps=self.config.rms_norm_eps)

@@ -29,7 +29,14 @@ def causal_attention(q, k, v):
 
 
 def create(config):
-    return Llama(config, attention=causal_attention, remat=lambda f: f, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    return Llama(
+        config,
+        attention=causal_attention,
+        remat=lambda layer: layer,
+        gather=lambda name, weight: weight,
+        dtype=jnp.float32,
+        rngs=nnx.Rngs(0),
+    )
 
 
 def struct_of(config, spec=P):

@@ -46,7 +46,8 @@ def keep_everything(layer):
 
 
 def create(config, *, attention=causal_attention, remat=keep_everything, dtype=jnp.float32, seed=0):
-    return Llama(config, attention=attention, remat=remat, dtype=dtype, rngs=nnx.Rngs(seed))
+    gather = lambda name, weight: weight
+    return Llama(config, attention=attention, remat=remat, gather=gather, dtype=dtype, rngs=nnx.Rngs(seed))
 
 
 def some_tokens(shape, vocab_size=50, seed=0):

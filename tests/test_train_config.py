@@ -22,7 +22,7 @@ REFUSED = [
     ("--lr nan", "--lr nan: a finite number above 0"),
     ("--lr 0", "--lr 0: a finite number above 0"),
     ("--seed 2147483648", "--seed 2147483648: a whole number from 0 to 2147483647"),
-    ("--remat half", "--remat half: one of attention, offload, layer, none"),
+    ("--remat half", "--remat half: one of attention, offload, offload-all, layer, none"),
     ("--strategy zigzag", "--strategy zigzag: one of balanced, balanced_unsplit, ring"),
     ("--platform tpu", "--platform tpu: one of auto, cpu, cuda"),
     ("--dtype float16", "--dtype float16: one of float32, bfloat16"),
@@ -41,10 +41,15 @@ REFUSED = [
     ("--tie-word-embeddings yes", "--tie-word-embeddings yes: true or false"),
     ("--num-key-value-heads 3", "--num-key-value-heads 3: num_attention_heads=4 must be a multiple of"),
     ("--head-dim 7", "--head-dim 7: head_dim=7 must be even"),
-    ("--mesh seq=0", "--mesh seq=0: axes data and seq, once and at least 1 each"),
-    ("--mesh seq", "--mesh seq: axes data and seq"),
-    ("--mesh tensor=2", "--mesh tensor=2: axes data and seq"),
-    ("--mesh seq=2,seq=4", "--mesh seq=2,seq=4: axes data and seq, once"),
+    ("--mesh seq=0", "--mesh seq=0: axes data, seq and tensor, once and at least 1 each"),
+    ("--mesh seq", "--mesh seq: axes data, seq and tensor"),
+    ("--mesh model=2", "--mesh model=2: axes data, seq and tensor"),
+    ("--mesh seq=2,seq=4", "--mesh seq=2,seq=4: axes data, seq and tensor, once"),
+    ("--mesh tensor=4", "--mesh data=1,seq=1,tensor=4: a tensor axis that divides the model's 2 key/value heads"),
+    ("--accumulate 3", "--accumulate 3: --batch-size 4 must be a multiple of it times the data axis"),
+    ("--decay-steps 10", "--decay-steps 10: more than --warmup-steps 10"),
+    ("--device-memory 140", "--device-memory 140: a size in GiB or GB, such as 140GiB"),
+    ("--z-loss -1", "--z-loss -1: a finite number of at least 0"),
     ("--seq-len 100", "--seq-len 100: a multiple of the seq axis of --mesh data=1,seq=8"),
     ("--seq-len 4", "--seq-len 4: a multiple of the seq axis of --mesh data=1,seq=8"),
     ("--mesh data=2 --batch-size 3", "--batch-size 3: a multiple of the data axis of --mesh data=2,seq=1"),
@@ -121,6 +126,7 @@ def test_the_default_run_dir_follows_what_matters_and_nothing_else():
     assert first.parts[0] == "runs"
     assert first.name.startswith("tiny-")
     assert default_run_dir(parse(["--steps", "7", "--save-every", "2", "--profile-steps", "1:2"])) == first
+    assert default_run_dir(parse(["--dry-run", "--device-memory", "80GiB"])) == first
     for line in ("--lr 1", "--seed 1", "--mesh seq=4", "--hidden-size 64", "--remat none"):
         assert default_run_dir(parse(line.split())) != first
 

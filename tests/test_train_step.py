@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from distflash_jax import distflash_attention
 from models.config import LlamaConfig
 from models.llama import Llama
-from train.loss import mean_loss, token_losses
+from train.loss import token_losses
+from train.plan import allocated
+from train.program import make_remat
+from train.sharding import HEADS, bytes_per_device, make_gather
 from train.step import OptimizerConfig, build, make_optimizer, make_schedule
 
 CONFIG = LlamaConfig(
@@ -29,35 +31,38 @@ CONFIG = LlamaConfig(
 BATCH, LENGTH = 4, 64
 
 
-def make_mesh(data, seq):
+def make_mesh(data, seq, tensor=1):
     return jax.make_mesh(
-        (data, seq),
-        ("data", "seq"),
-        axis_types=(jax.sharding.AxisType.Auto,) * 2,
-        devices=jax.devices()[: data * seq],
+        (data, seq, tensor),
+        ("data", "seq", "tensor"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 3,
+        devices=jax.devices()[: data * seq * tensor],
     )
 
 
-def build_on(mesh, *, config=CONFIG, attention=None, loss_chunk=5):
+def build_on(mesh, *, config=CONFIG, loss_chunk=5, accumulate=1):
     create = functools.partial(
         Llama,
         config,
-        attention=attention or functools.partial(distflash_attention, mesh=mesh, spec=P("data", "seq")),
-        remat=functools.partial(jax.checkpoint, prevent_cse=False),
+        attention=functools.partial(distflash_attention, mesh=mesh, spec=HEADS),
+        remat=make_remat("layer", mesh),
+        gather=make_gather(mesh, jnp.float32),
         dtype=jnp.float32,
     )
-    optimizer = OptimizerConfig(learning_rate=1e-3, warmup_steps=2, total_steps=10, weight_decay=0.5)
+    optimizer = OptimizerConfig(
+        learning_rate=1e-3, warmup_steps=2, total_steps=10, weight_decay=0.5, z_loss=0.01, accumulate=accumulate
+    )
     return build(lambda rngs: create(rngs=rngs), mesh=mesh, optimizer=optimizer, loss_chunk=loss_chunk)
 
 
 @functools.cache
-def program_on(data, seq):
-    return build_on(make_mesh(data, seq))
+def program_on(mesh, accumulate):
+    return build_on(make_mesh(*mesh), accumulate=accumulate)
 
 
 @functools.cache
 def initial_state():
-    return jax.device_get(program_on(1, 1).init())
+    return jax.device_get(program_on((1, 1, 1), 1).init())
 
 
 def place(state, program):
@@ -86,8 +91,8 @@ class Run:
 
 
 @functools.cache
-def three_steps(data, seq):
-    program = program_on(data, seq)
+def three_steps(mesh, accumulate):
+    program = program_on(mesh, accumulate)
     state, metrics, log = place(initial_state(), program), [], []
     losses = jax.device_get(program.token_losses(state.params, some_batch(0)))
     handler = logging.Handler()
@@ -104,9 +109,9 @@ def three_steps(data, seq):
     return Run(losses, metrics, jax.device_get(state.params), log)
 
 
-@pytest.mark.parametrize(("data", "seq"), [(1, 2), (1, 8), (2, 4)])
-def test_losses_and_parameters_are_the_same_on_every_mesh(data, seq):
-    run, one_worker = three_steps(data, seq), three_steps(1, 1)
+@pytest.mark.parametrize(("mesh", "accumulate"), [((1, 2, 1), 1), ((1, 8, 1), 1), ((2, 2, 2), 2)])
+def test_losses_and_parameters_are_the_same_on_every_mesh(mesh, accumulate):
+    run, one_worker = three_steps(mesh, accumulate), three_steps((1, 1, 1), 1)
     np.testing.assert_allclose(run.losses, one_worker.losses, rtol=0, atol=1e-5)
     for ours, expected in zip(run.metrics, one_worker.metrics, strict=True):
         assert ours["num_tokens"] == expected["num_tokens"]
@@ -118,23 +123,46 @@ def test_losses_and_parameters_are_the_same_on_every_mesh(data, seq):
 
 
 def test_three_steps_move_the_parameters_far_more_than_meshes_differ():
-    before, after = initial_state().params, three_steps(1, 1).params
+    before, after = initial_state().params, three_steps((1, 1, 1), 1).params
     moved = jax.tree.map(lambda old, new: np.abs(new - old).max(), before, after)
     assert min(jax.tree.leaves(moved)) > 1e-3
 
 
 def test_the_step_is_traced_and_compiled_once_even_after_a_restore():
-    log = three_steps(2, 4).log
+    log = three_steps((2, 2, 2), 2).log
     assert sum("Finished tracing step" in message for message in log) == 1
     assert sum("Compiling jit(step)" in message for message in log) == 1
 
 
+def test_a_device_holds_its_part_of_the_state_and_layers_are_gathered_one_by_one():
+    program = program_on((2, 2, 2), 2)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(program.state_struct):
+        # The vocabulary, 61, does not divide over the two tensor workers; norms have nothing to do with them.
+        is_whole = any(word in str(path[-1]) for word in ("norm", "embed_tokens", "lm_head"))
+        parts = 1 if leaf.ndim == 0 else 4 if is_whole else 8
+        assert np.prod(leaf.sharding.shard_shape(leaf.shape)) * parts == leaf.size, path
+    batch = jax.device_put(some_batch(0), program.batch_sharding)
+    compiled = program.step.lower(program.state_struct, batch).compile()  # the step's own, from JAX's cache
+    local_bytes = bytes_per_device(program.state_struct) + bytes_per_device(batch)
+    analysis = compiled.memory_analysis()
+    assert analysis.argument_size_in_bytes == pytest.approx(local_bytes, rel=0.02)
+    planned = allocated(program, batch_size=BATCH, seq_len=LENGTH)
+    assert planned == pytest.approx(local_bytes + analysis.temp_size_in_bytes, rel=0.01)
+    text = compiled.as_text()
+    gathers = re.findall(r' all-gather\(.*op_name="([^"]*gather/sharding_constraint)"', text)
+    # Seven projections, forward and again backward, each inside the loop over micro-batches and that over layers.
+    assert [scope.count("/while/body") for scope in gathers] == [2] * 14
+    stacked = program.state_struct.params["layers"]
+    for name in (name for name in stacked if name.endswith("_proj")):
+        assert f"f32[{','.join(map(str, stacked[name].shape))}]" not in text, name
+
+
 def test_the_state_starts_the_same_on_every_mesh():
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(program_on(1, 2).init()), initial_state())
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(program_on((1, 2, 1), 1).init()), initial_state())
 
 
 def test_the_loss_is_a_global_sum_over_a_global_count():
-    run, num_labels = three_steps(1, 2), np.sum(some_batch(0)["labels"] != -1)
+    run, num_labels = three_steps((1, 2, 1), 1), np.sum(some_batch(0)["labels"] != -1)
     assert run.metrics[0]["num_tokens"] == num_labels
     np.testing.assert_allclose(run.metrics[0]["loss"], run.losses.sum() / num_labels, rtol=1e-6)
 
@@ -142,7 +170,8 @@ def test_the_loss_is_a_global_sum_over_a_global_count():
 def dense_losses(hidden, head, labels):
     logits = jnp.dot(hidden.astype(jnp.float32), head)
     chosen = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
-    return jnp.where(labels == -1, 0.0, jax.nn.logsumexp(logits, axis=-1) - chosen)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    return tuple(jnp.where(labels == -1, 0.0, x) for x in (lse - chosen, lse))
 
 
 def loss_inputs(batch, length, width=16, vocab_size=37):
@@ -152,17 +181,18 @@ def loss_inputs(batch, length, width=16, vocab_size=37):
         jax.random.normal(keys[0], (batch, length, width)),
         jax.random.normal(keys[1], (width, vocab_size)),
         jnp.where(jax.random.bernoulli(keys[3], 0.3, (batch, length)), -1, labels),
-        jax.random.normal(keys[4], (batch, length)),
+        tuple(jax.random.normal(keys[4], (2, batch, length))),
     )
 
 
 @pytest.mark.parametrize(
-    ("data", "seq", "batch", "length", "chunk"),
-    [(1, 1, 1, 13, 4), (1, 1, 3, 7, 100), (2, 4, 2, 20, 5), (1, 8, 2, 8, 1)],
+    ("mesh", "batch", "length", "chunk"),
+    [((1, 1, 1), 1, 13, 4), ((1, 1, 1), 3, 7, 100), ((2, 2, 2), 2, 20, 5), ((1, 8, 1), 2, 8, 1), ((1, 3, 2), 1, 6, 9)],
 )
-def test_losses_in_chunks_and_their_gradients_equal_the_dense_ones(data, seq, batch, length, chunk):
+def test_losses_in_chunks_and_their_gradients_equal_the_dense_ones(mesh, batch, length, chunk):
+    """On tensor workers that do not divide the vocabulary too, and data x seq workers that do not divide the width."""
     hidden, head, labels, weights = loss_inputs(batch, length)
-    chunked = functools.partial(token_losses, mesh=make_mesh(data, seq), chunk=chunk)
+    chunked = functools.partial(token_losses, mesh=make_mesh(*mesh), chunk=chunk)
 
     @functools.partial(jax.jit, static_argnums=0)
     def losses_and_gradients(function, hidden, head):
@@ -179,7 +209,7 @@ def test_the_head_gradient_in_bfloat16_does_not_depend_on_the_number_of_chunks()
     hidden = hidden.astype(jnp.bfloat16)
 
     def head_gradient(function):
-        return jax.jit(jax.grad(lambda head: jnp.sum(weights * function(hidden, head, labels))))(head)
+        return jax.jit(jax.grad(lambda head: jnp.sum(weights[0] * function(hidden, head, labels)[0])))(head)
 
     exact = head_gradient(dense_losses)
     errors = []
@@ -192,7 +222,7 @@ def test_the_head_gradient_in_bfloat16_does_not_depend_on_the_number_of_chunks()
 
 def test_a_label_outside_the_vocabulary_gives_nan_at_its_own_position():
     hidden, head, labels, _ = loss_inputs(1, 8)
-    losses = token_losses(hidden, head, labels.at[0, 3].set(37), mesh=make_mesh(1, 1))
+    losses, _ = token_losses(hidden, head, labels.at[0, 3].set(37), mesh=make_mesh(1, 1, 2))
     assert np.flatnonzero(np.isnan(losses[0])).tolist() == [3]
 
 
@@ -202,13 +232,8 @@ def test_a_loss_chunk_of_zero_is_refused_by_name():
         token_losses(hidden, head, labels, mesh=make_mesh(1, 1), chunk=0)
 
 
-def test_a_mean_over_no_label_is_zero():
-    loss, num_tokens = mean_loss(jnp.zeros((2, 3)), jnp.full((2, 3), -1))
-    assert (loss, num_tokens) == (0.0, 0)
-
-
 def test_a_batch_without_labels_has_no_loss_and_decays_matrices_only():
-    program, before = program_on(1, 2), initial_state().params
+    program, before = program_on((1, 2, 1), 1), initial_state().params
     tokens = some_batch(0)["tokens"]
     batch = jax.device_put({"tokens": tokens, "labels": np.full_like(tokens, -1)}, program.batch_sharding)
     state, metrics = program.step(place(initial_state(), program), batch)
@@ -232,7 +257,7 @@ def test_the_step_keeps_shardings_and_donates_its_state():
     def described(tree):
         return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), tree)
 
-    program = program_on(1, 2)
+    program = program_on((1, 2, 1), 1)
     old = program.init()
     assert described(old) == described(program.state_struct)
     state, _ = program.step(old, jax.device_put(some_batch(0), program.batch_sharding))
@@ -286,6 +311,8 @@ def test_the_learning_rate_stays_where_no_end_is_given():
         ({"warmup_steps": -1}, "warmup_steps=-1 must not be negative"),
         ({"warmup_steps": 5, "total_steps": 5}, "total_steps=5 must be more than warmup_steps=5"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1 must not be negative"),
+        ({"z_loss": float("nan")}, "z_loss=nan must not be negative"),
+        ({"accumulate": 0}, "accumulate=0 must be at least 1"),
         ({"b2": 1.5}, "b2=1.5 must be between 0 and 1"),
     ],
 )

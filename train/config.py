@@ -28,25 +28,29 @@ class InputError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Devices per axis: `data` splits the batch, `seq` splits each sequence."""
+    """Devices per axis: `data` splits the batch, `seq` each sequence, `tensor` the heads and the MLP's width."""
 
     data: int = 1
     seq: int = 1
+    tensor: int = 1
 
     @property
     def num_devices(self) -> int:
-        return self.data * self.seq
+        return self.data * self.seq * self.tensor
 
     def __str__(self) -> str:
-        return f"data={self.data},seq={self.seq}"
+        tensor = f",tensor={self.tensor}" if self.tensor > 1 else ""
+        return f"data={self.data},seq={self.seq}{tensor}"
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        pairs = [re.fullmatch(r"(data|seq)=([1-9]\d*)", part) for part in text.split(",")]
+        pairs = [re.fullmatch(r"(data|seq|tensor)=([1-9]\d*)", part) for part in text.split(",")]
         sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
         if len(sizes) < len(pairs):
-            raise InputError(f"--mesh {text}: axes data and seq, once and at least 1 each, such as data=2,seq=4")
-        return cls(sizes.get("data", 1), sizes.get("seq", 1))
+            raise InputError(
+                f"--mesh {text}: axes data, seq and tensor, once and at least 1 each, such as data=2,seq=4"
+            )
+        return cls(**sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +129,14 @@ def _boolean(word: str) -> bool:
     return word == "true"
 
 
-Remat = Literal["attention", "offload", "layer", "none"]
+def _num_bytes(word: str) -> int:
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|GB)", word)
+    if size is None or float(size[1]) == 0:
+        raise ValueError(f"{word}: a size in GiB or GB, such as 140GiB")
+    return int(float(size[1]) * {"GiB": 2**30, "GB": 10**9}[size[2]])
+
+
+Remat = Literal["attention", "offload", "offload-all", "layer", "none"]
 Strategy = Literal["balanced", "balanced_unsplit", "ring"]
 Platform = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -133,6 +144,7 @@ _whole = _number(int, "N", "a whole number of at least 1", lambda n: n >= 1)
 _whole_or_zero = _number(int, "N", "a whole number of at least 0", lambda n: n >= 0)
 _positive = _number(float, "X", "a finite number above 0", lambda x: 0 < x < float("inf"))
 _fraction = _number(float, "X", "a number between 0 and 1", lambda x: 0 < x < 1)
+_at_least_zero = _number(float, "X", "a finite number of at least 0", lambda x: 0 <= x < float("inf"))
 _seed = _number(int, "N", "a whole number from 0 to 2147483647", lambda n: 0 <= n < 2**31)
 
 
@@ -162,8 +174,9 @@ class ModelOverrides:
 class Config:
     """Train a Llama on real text, with every sequence spread over the devices of a mesh."""
 
-    mesh: Annotated[MeshShape, _flag(MeshShape.parse, "data=N,seq=N")] = MeshShape(seq=8)
-    """Devices per axis: data splits the batch, seq splits each sequence."""
+    mesh: Annotated[MeshShape, _flag(MeshShape.parse, "data=N,seq=N,tensor=N")] = MeshShape(seq=8)
+    """Devices per axis: data splits the batch, seq each sequence, tensor the heads and the MLP's width.
+    Parameters and optimizer are cut over all of them."""
     model: Annotated[str | None, _choice(*PRESETS)] = None
     """Preset, whose fields the flags below from --vocab-size on replace; without it and --init-from: tiny."""
     init_from: Annotated[Path | None, _flag(Path, "DIR")] = None
@@ -178,10 +191,18 @@ class Config:
     """Learning rate after the warm-up; without it: 6e-3 for tiny, 3e-4 for the other presets, 2e-5 with
     --init-from."""
     warmup_steps: Annotated[int, _whole_or_zero] = 10
-    """Steps in which the learning rate rises; afterwards it is constant."""
+    """Steps in which the learning rate rises; afterwards it is constant, or follows --decay-steps."""
+    decay_steps: Annotated[int | None, _whole] = None
+    """Step at which a cosine from the end of the warm-up has brought the learning rate down to a tenth."""
+    clip_norm: Annotated[float, _positive] = 1.0
+    """Largest global norm of the gradient; a longer one is scaled down to it."""
+    z_loss: Annotated[float, _at_least_zero] = 0.0
+    """Weight of the squared log-sum-exp of the logits in the loss, such as 1e-4."""
+    accumulate: Annotated[int, _whole] = 1
+    """Micro-batches, one after the other, into which a batch is cut to save memory."""
     remat: Annotated[Remat, _choice(*get_args(Remat))] = "attention"
-    """What the backward keeps of a layer: attention outputs (on the device, or offloaded to the host), its
-    input alone (layer), or everything (none)."""
+    """What the backward keeps of a layer: its input and attention outputs (on the device; or these offloaded
+    to the host, or with offload-all both), its input alone (layer), or everything (none)."""
     strategy: Annotated[Strategy, _choice(*get_args(Strategy))] = "balanced"
     """Schedule of the attention over the seq axis."""
     data: tyro.conf.UseAppendAction[tuple[Annotated[Source, _flag(Source.parse, "PATH[:WEIGHT]")], ...]] = ()
@@ -212,6 +233,11 @@ class Config:
     """auto is cuda where a GPU is found, otherwise as many virtual CPU devices as the mesh needs."""
     dtype: Annotated[Dtype | None, _choice(*get_args(Dtype))] = None
     """Dtype of activations; without it: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Compile the step and print what it needs, without data or run-dir: bytes of each kind on a device, FLOPs,
+    seconds, and the longest sequence that fits."""
+    device_memory: Annotated[int | None, _flag(_num_bytes, "SIZE")] = None
+    """Memory of a device for --dry-run, such as 140GiB; without it: what JAX may use of the GPU."""
     overrides: Annotated[ModelOverrides, tyro.conf.arg(name="")] = ModelOverrides()
 
     def __post_init__(self) -> None:
@@ -223,6 +249,13 @@ class Config:
             raise InputError(f"--seq-len {self.seq_len}: a multiple of the seq axis of --mesh {self.mesh}")
         if self.batch_size % self.mesh.data != 0:
             raise InputError(f"--batch-size {self.batch_size}: a multiple of the data axis of --mesh {self.mesh}")
+        if self.batch_size % (self.mesh.data * self.accumulate) != 0:
+            raise InputError(
+                f"--accumulate {self.accumulate}: --batch-size {self.batch_size} must be a multiple of it times the "
+                f"data axis of --mesh {self.mesh}"
+            )
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise InputError(f"--decay-steps {self.decay_steps}: more than --warmup-steps {self.warmup_steps}")
         if self.profile_steps is not None and self.profile_steps.last > self.steps:
             raise InputError(f"--profile-steps {self.profile_steps}: within the steps of the run, --steps {self.steps}")
         for source in self.data:
@@ -281,7 +314,9 @@ def parse(arguments: Sequence[str]) -> Config:
         fields = dataclasses.fields(Config) + dataclasses.fields(ModelOverrides)
         close = difflib.get_close_matches(unknown[0].split("=")[0], [_flag_name(field.name) for field in fields], n=1)
         raise InputError(f"{unknown[0]}: a flag of this command, {f'perhaps {close[0]}' if close else 'see --help'}")
-    _ = config.llama
+    heads = config.llama.num_key_value_heads
+    if heads % config.mesh.tensor != 0:
+        raise InputError(f"--mesh {config.mesh}: a tensor axis that divides the model's {heads} key/value heads")
     return config
 
 
@@ -331,9 +366,10 @@ _MAY_CHANGE = {"steps", "save_every", "profile_steps", "eval_data", "eval_every"
 
 
 def _to_json(config: Config) -> dict[str, Any]:
-    """Every setting by name except run_dir, so that a run-dir can be moved."""
+    """Every setting of training by name; without run_dir, so that a run-dir can be moved."""
     settings = dataclasses.asdict(config) | dataclasses.asdict(config.overrides)
-    del settings["overrides"], settings["run_dir"]
+    for name in ("overrides", "run_dir", "dry_run", "device_memory"):
+        del settings[name]
     return settings | {
         "mesh": str(config.mesh),
         "data": [str(source) for source in config.data],

@@ -99,7 +99,14 @@ def _open_weights(run_dir: Path, model: LlamaConfig) -> tuple[int, dict[str, Any
     # The host has more memory than a GPU, and an array only passes through to its file.
     jax.config.update("jax_platforms", "cpu")
     made = nnx.eval_shape(
-        lambda: Llama(model, attention=lambda q, k, v: q, remat=lambda f: f, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        lambda: Llama(
+            model,
+            attention=lambda q, k, v: q,
+            remat=lambda layer: layer,
+            gather=lambda name, weight: weight,
+            dtype=jnp.float32,
+            rngs=nnx.Rngs(0),
+        )
     )
     struct = nnx.to_pure_dict(nnx.state(made))
     named = {f"params.{name}": leaf for name, leaf in flatten_dict(struct, sep=".").items()}

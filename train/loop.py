@@ -7,51 +7,52 @@ import logging
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self, cast
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from distflash_jax import distflash_attention, overlap, remat, which_implementation, xla_flags
+from distflash_jax import overlap, which_implementation, xla_flags
 from models import huggingface
-from models.llama import Llama, Remat
 from train import data
 from train.checkpoint import Checkpoints
 from train.config import Config, InputError, StepRange, open_run_dir, run_dir_of
 from train.evaluation import Evaluation
 from train.interrupt import Interrupt
-from train.mesh import describe, make_mesh
+from train.mesh import describe, make_mesh, peak_memory
+from train.plan import dry_run, explain_exhaustion
+from train.program import build_program
 from train.report import Report, say
-from train.step import OptimizerConfig, Program, TrainState, build
-
-# Layers are scanned, so nothing can merge a layer's recomputation with its forward: no barrier is needed against it.
-_checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
-_REMATS: dict[str, Remat] = {
-    "attention": lambda layer: _checkpoint(layer, policy=remat.save_attention_outputs()),
-    "offload": lambda layer: _checkpoint(layer, policy=remat.offload_attention_outputs()),
-    "layer": _checkpoint,
-    "none": lambda layer: layer,
-}
+from train.sharding import bytes_per_device
+from train.step import Program, TrainState
 
 
 def run(config: Config, command: list[str]) -> None:
-    """Trains to `config.steps` or to the first Ctrl-C, and saves; `command` is what resumes it."""
+    """Trains to `config.steps` or to the first Ctrl-C, and saves; `command` is what resumes it.
+
+    With `config.dry_run` it prints what a step needs, and that is all.
+    """
     # Orbax logs at length what `Checkpoints.notes` says in a line.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     xla_flags.apply(xla_flags.choose() | (xla_flags.PROFILING if config.profile_steps is not None else {}))
     mesh = make_mesh(config.mesh, config.platform)
     config = _resolve(config, mesh)
+    if config.dry_run:
+        print(dry_run(config, mesh))
+        return
     opened = data.open_data(config, cache=run_dir_of(config) / "tokens")
     batches = data.Batches(opened.training, batch_size=config.batch_size, seed=config.seed)
     evaluation = _make_evaluation(config, opened)
     program = build_program(config, mesh)
     run_dir = open_run_dir(config)
     _introduce(config, mesh, opened, evaluation, run_dir)
+    size = bytes_per_device(program.state_struct)
+    parts = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state_struct)) / size
+    say(f"state     {size / 2**20:,.1f} MiB of parameters and optimizer on a device, one part of {parts:.2f}")
     with (
+        explain_exhaustion(config, program, mesh),
         Interrupt(lambda: say("stopping after this step; a second signal leaves at once")) as interrupt,
         contextlib.closing(Checkpoints(run_dir / "checkpoints")) as checkpoints,
     ):
@@ -81,31 +82,9 @@ def run(config: Config, command: list[str]) -> None:
         if done > start and done % config.save_every != 0:
             checkpoints.save(done, state, batches.position)
     _conclude(report, done, config, run_dir, command)
-
-
-def build_program(config: Config, mesh: Mesh) -> Program:
-    """The compiled side of a run: a Llama whose attention is spread over the seq axis of the mesh."""
-    attention = functools.partial(
-        distflash_attention,
-        mesh=mesh,
-        axis="seq",
-        spec=P("data", "seq"),
-        strategy=config.strategy,
-        causal=True,
-    )
-
-    def create_model(rngs: nnx.Rngs) -> Llama:
-        return Llama(
-            config.llama,
-            attention=attention,
-            remat=_REMATS[config.remat],
-            dtype=jnp.dtype(config.dtype),
-            rngs=rngs,
-        )
-
-    # No total_steps: the rate stays constant, so that a run is exactly the beginning of one with more steps.
-    optimizer = OptimizerConfig(learning_rate=cast(float, config.lr), warmup_steps=config.warmup_steps)
-    return build(create_model, mesh=mesh, optimizer=optimizer, seed=config.seed)
+    peak = peak_memory(mesh)
+    if peak is not None:
+        say(f"memory    {peak / 2**30:.2f} GiB at most on a device; --dry-run tells what for")
 
 
 class Profile:

@@ -1,5 +1,6 @@
 """Starts JAX on the devices that the mesh needs: GPUs, or virtual CPU devices where there is no GPU."""
 
+import os
 from pathlib import Path
 
 import jax
@@ -9,11 +10,14 @@ from train.config import InputError, MeshShape, Platform
 
 
 def make_mesh(shape: MeshShape, platform: Platform) -> Mesh:
-    """Returns a mesh with the axes data and seq; must be the first use of JAX, whose platform it decides.
+    """Returns a mesh with the axes data, seq and tensor; must be the first use of JAX, whose platform it decides.
 
     Raises:
       InputError: the platform is not there, or has fewer devices than the mesh.
     """
+    # JAX takes three quarters of a GPU unless told otherwise; some has to stay for NCCL's buffers and the CUDA context.
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the old name, which JAX refuses beside the other one
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
     if platform != "auto":
         jax.config.update("jax_platforms", platform)
     jax.config.update("jax_num_cpu_devices", shape.num_devices)
@@ -33,9 +37,9 @@ def make_mesh(shape: MeshShape, platform: Platform) -> Mesh:
             f"--mesh seq={len(devices)} would fit"
         )
     return jax.make_mesh(
-        (shape.data, shape.seq),
-        ("data", "seq"),
-        axis_types=(AxisType.Auto, AxisType.Auto),
+        (shape.data, shape.seq, shape.tensor),
+        ("data", "seq", "tensor"),
+        axis_types=(AxisType.Auto,) * 3,
         devices=devices[: shape.num_devices],
     )
 
@@ -46,6 +50,18 @@ def describe(mesh: Mesh) -> str:
     if device.platform == "cpu":
         return f"{mesh.size} virtual CPU device(s), as many as the mesh needs (no GPU in use)"
     return f"{mesh.size} x {device.device_kind}"
+
+
+def usable_memory(mesh: Mesh) -> int | None:
+    """Bytes that JAX may allocate on a device; None where it does not say, as on CPUs."""
+    stats = mesh.devices.flat[0].memory_stats()
+    return stats and stats.get("bytes_limit")
+
+
+def peak_memory(mesh: Mesh) -> int | None:
+    """Most bytes that were allocated at a time on a device so far; None where JAX does not say, as on CPUs."""
+    stats = mesh.devices.flat[0].memory_stats()
+    return stats and stats.get("peak_bytes_in_use")
 
 
 def _has_nvidia_gpu() -> bool:

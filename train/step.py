@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from train.loss import TOKENS, mean_loss, token_losses
+from train.loss import IGNORED, token_losses
+from train.sharding import TOKENS, state_shardings
 
 Params = dict[str, Any]
 Batch = dict[str, Int32[Array, "B T"]]
@@ -44,6 +45,10 @@ class OptimizerConfig:
     """AdamW with a linear warm-up, then a cosine down to `final_fraction` of the peak at `total_steps`.
 
     Without `total_steps` the rate stays at its peak, so that a finished run can be continued.
+
+    Attributes:
+        z_loss: times the mean square of the logits' log-sum-exp is added to the loss that is minimised.
+        accumulate: micro-batches whose gradients are summed; every token weighs the same, whichever it is in.
     """
 
     learning_rate: float = 3e-4
@@ -54,6 +59,8 @@ class OptimizerConfig:
     b2: float = 0.95
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    z_loss: float = 0.0
+    accumulate: int = 1
 
     def __post_init__(self):
         if self.warmup_steps < 0:
@@ -63,8 +70,11 @@ class OptimizerConfig:
         for name in ("learning_rate", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"weight_decay={self.weight_decay} must not be negative")
+        for name in ("weight_decay", "z_loss"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate={self.accumulate} must be at least 1")
         for name in ("final_fraction", "b1", "b2"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
@@ -76,8 +86,8 @@ class Program:
 
     Attributes:
         init: makes the state of step 0.
-        step: (state, batch) -> (state, metrics), donating the state. Metrics are `loss`, `num_tokens` (labels
-            that count), `grad_norm` (before clipping) and `learning_rate`.
+        step: (state, batch) -> (state, metrics), donating the state. Metrics are `loss` (without the z-loss),
+            `num_tokens` (labels that count), `grad_norm` (before clipping) and `learning_rate`.
         token_losses: (params, batch) -> cross entropy [B T] of every position, 0 where the label is -1.
         state_struct: shapes, dtypes and shardings of the state, for a restore.
         batch_sharding: of `batch["tokens"]` and `batch["labels"]`, int32 [B T], where labels are shifted
@@ -126,9 +136,9 @@ def build(
     seed: int = 0,
     loss_chunk: int = 1024,
 ) -> Program:
-    """Prepares init and step for a model on a mesh with axes `data` and `seq`; nothing runs or compiles yet.
+    """Prepares init and step for a model on a mesh (data, seq, tensor); nothing runs or compiles yet.
 
-    The batch is split over both axes; parameters and optimizer state are replicated.
+    The batch is split over data and seq; parameters and optimizer state lie as `train.sharding` says.
 
     Args:
         create_model: makes the network from its random streams.
@@ -141,23 +151,36 @@ def build(
         opt_state = make_optimizer(optimizer).init(params)
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
 
-    def losses_of(params: Params, batch: Batch) -> Float32[Array, "B T"]:
+    struct = jax.eval_shape(init)
+    shardings = state_shardings(struct, mesh)
+    replicated, batch_sharding = NamedSharding(mesh, P()), NamedSharding(mesh, TOKENS)
+    batch_shardings = {"tokens": batch_sharding, "labels": batch_sharding}
+
+    def losses_of(params: Params, batch: Batch):
         model = nnx.merge(graphdef, nnx.State(params))
         hidden = model(batch["tokens"])
         return token_losses(hidden, model.head, batch["labels"], mesh=mesh, chunk=loss_chunk)
 
-    def loss_of(params: Params, batch: Batch):
-        return mean_loss(losses_of(params, batch), batch["labels"])
-
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        (loss, num_tokens), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, batch)
+        num_tokens = jnp.sum(batch["labels"] != IGNORED, dtype=jnp.int32)
+        # Known before the first micro-batch, so that each can divide by the tokens of them all.
+        share = 1 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
+
+        def loss_of(params: Params, batch: Batch):
+            losses, lse = losses_of(params, batch)
+            loss = share * jnp.sum(losses)
+            return loss + optimizer.z_loss * share * jnp.sum(jnp.square(lse)), loss
+
+        def add(sums: tuple[Array, Params], batch: Batch):
+            (_, loss), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, batch)
+            return jax.lax.with_sharding_constraint(jax.tree.map(jnp.add, sums, (loss, grads)), sums_shardings), None
+
+        sums_shardings = (replicated, shardings.params)
+        zeros = jax.tree.map(jnp.zeros_like, (share, state.params))
+        (loss, grads), _ = jax.lax.scan(add, zeros, _split(batch, optimizer.accumulate, mesh))
         state, metrics = _update(state, grads, optimizer)
         return state, {"loss": loss, "num_tokens": num_tokens, **metrics}
 
-    replicated, batch_sharding = NamedSharding(mesh, P()), NamedSharding(mesh, TOKENS)
-    batch_shardings = {"tokens": batch_sharding, "labels": batch_sharding}
-    struct = jax.eval_shape(init)
-    shardings = jax.tree.map(lambda _: replicated, struct)
     return Program(
         init=jax.jit(init, out_shardings=shardings),
         step=jax.jit(
@@ -166,10 +189,24 @@ def build(
             out_shardings=(shardings, replicated),
             donate_argnums=0,
         ),
-        token_losses=jax.jit(losses_of, in_shardings=(shardings.params, batch_shardings), out_shardings=batch_sharding),
+        token_losses=jax.jit(
+            lambda params, batch: losses_of(params, batch)[0],
+            in_shardings=(shardings.params, batch_shardings),
+            out_shardings=batch_sharding,
+        ),
         state_struct=jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), struct, shardings),
         batch_sharding=batch_sharding,
     )
+
+
+def _split(batch: Batch, count: int, mesh: Mesh) -> Batch:
+    """Arrays [count, B / count, T] of every count-th row, which each device finds among its own."""
+
+    def split(rows: Int32[Array, "B T"]) -> Int32[Array, "M b T"]:
+        micro = rows.reshape(-1, count, rows.shape[1]).swapaxes(0, 1)
+        return jax.lax.with_sharding_constraint(micro, NamedSharding(mesh, P(None, *TOKENS)))
+
+    return jax.tree.map(split, batch)
 
 
 def _update(state: TrainState, grads: Params, optimizer: OptimizerConfig) -> tuple[TrainState, Metrics]:

@@ -1,0 +1,98 @@
+"""What a Config trains: a Llama whose attention, weights and remat are those of its mesh, and its compiled step."""
+
+import functools
+from collections.abc import Callable
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float32
+
+from distflash_jax import distflash_attention, remat
+from models.llama import Llama
+from train.config import Config
+from train.sharding import HEADS, TOKENS, make_gather
+from train.step import OptimizerConfig, Program, build
+
+_INPUT_NAME = "layer_input"
+_offload_inputs = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[_INPUT_NAME],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+
+
+Weights = dict[str, Float32[Array, "..."]]
+
+
+def _all_but_weights(weights: Weights) -> remat.Policy:
+    """Keeps whatever is not made of weights alone, so neither their rounded nor their gathered form."""
+    shapes = {weight.shape for weight in weights.values()}
+    return lambda primitive, *operands, **_: not all(operand.shape in shapes for operand in operands)
+
+
+# In all of them the weights of a layer are gathered again for its backward: saved, they would be those of all layers.
+_POLICIES: dict[str, Callable[[Weights], remat.Policy | None]] = {
+    "attention": lambda _: remat.save_attention_outputs(),
+    "offload": lambda _: remat.offload_attention_outputs(),
+    "offload-all": lambda _: remat.offload_attention_outputs(_offload_inputs),
+    "layer": lambda _: None,
+    "none": _all_but_weights,
+}
+
+
+def make_model(config: Config, mesh: Mesh, rngs: nnx.Rngs) -> Llama:
+    """A Llama whose attention is spread over the seq axis of the mesh, its heads over tensor."""
+    attention = functools.partial(
+        distflash_attention,
+        mesh=mesh,
+        axis="seq",
+        spec=HEADS,
+        strategy=config.strategy,
+        causal=True,
+    )
+    dtype = jnp.dtype(config.dtype)
+    return Llama(
+        config.llama,
+        attention=attention,
+        remat=make_remat(config.remat, mesh),
+        gather=make_gather(mesh, dtype),
+        dtype=dtype,
+        rngs=rngs,
+    )
+
+
+def build_program(config: Config, mesh: Mesh) -> Program:
+    """The compiled side of a run."""
+    optimizer = OptimizerConfig(
+        learning_rate=cast(float, config.lr),
+        warmup_steps=config.warmup_steps,
+        # Without it the rate stays constant, so that a run is exactly the beginning of one with more steps.
+        total_steps=config.decay_steps,
+        clip_norm=config.clip_norm,
+        z_loss=config.z_loss,
+        accumulate=config.accumulate,
+    )
+    create_model = functools.partial(make_model, config, mesh)
+    return build(create_model, mesh=mesh, optimizer=optimizer, seed=config.seed)
+
+
+def make_remat(name: str, mesh: Mesh) -> Callable[[Callable], Callable]:
+    """Transforms the function of a layer so that its backward keeps what `name` says, and its input lies as tokens."""
+
+    def transform(layer: Callable) -> Callable:
+        def placed(x, weights):
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, TOKENS))
+            return layer(checkpoint_name(x, _INPUT_NAME), weights)
+
+        def rematerialised(x, weights):
+            # Layers are scanned: nothing can merge a layer's recomputation with its forward, so it needs no barrier.
+            return jax.checkpoint(placed, policy=_POLICIES[name](weights), prevent_cse=False)(x, weights)
+
+        return rematerialised
+
+    return transform
