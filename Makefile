@@ -35,10 +35,10 @@ cuda12 cuda13: .venv/.ready ## add the GPU packages to .venv
 	@$(SETUP) .venv $@ constraints.txt
 
 assemble: build/cuda/.ready ## what the assembler makes of the Hopper kernels; needs no GPU
-	@JAX_PLATFORMS=cpu $(PY) -m benchmarks.assemble --plugin build/cuda/jax_plugins/xla_cuda13/xla_cuda_plugin.so $(ARGS)
+	@JAX_PLATFORMS=cpu $(PY) -m benchmarks.assemble $(ARGS)
 
 compile: build/cuda/.ready ## what hides the messages of attention on 8 H200s; needs no GPU
-	@JAX_PLATFORMS=cpu $(PY) -m benchmarks.compile --plugin build/cuda/jax_plugins/xla_cuda13/xla_cuda_plugin.so $(ARGS)
+	@JAX_PLATFORMS=cpu $(PY) -m benchmarks.compile $(ARGS)
 
 smoke-jax-next: build/jax-next/.ready ## the attention's tests and two steps of the main job on jax 0.12
 	@build/jax-next/bin/python -m pytest -n 2 --dist worksteal -q tests/test_distflash_attention.py $(ARGS)

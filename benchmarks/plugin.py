@@ -48,15 +48,16 @@ gpu_device_info {
 
 
 def find() -> Path:
-    """The library of the CUDA plugin that is installed.
+    """The library of the CUDA plugin that is installed, or that the Makefile has unpacked.
 
     Raises:
-        ValueError: none is.
+        ValueError: neither is there.
     """
-    for version in ("cuda13", "cuda12"):
-        spec = importlib.util.find_spec(f"jax_plugins.xla_{version}")
-        if spec is not None and spec.origin is not None:
-            return Path(spec.origin).parent / "xla_cuda_plugin.so"
+    installed = importlib.util.find_spec("jax_plugins")
+    folders = list(installed.submodule_search_locations or ()) if installed else []
+    for folder in (*folders, Path(__file__).parent.parent / "build/cuda/jax_plugins"):
+        for library in sorted(Path(folder).glob("xla_cuda1*/xla_cuda_plugin.so"), reverse=True):
+            return library
     raise ValueError("no CUDA plugin of JAX is installed, and --plugin names none")
 
 

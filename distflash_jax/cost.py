@@ -191,7 +191,7 @@ class Machine:
     """GPUs that are all alike, each with a full-duplex link of its own.
 
     head_dim: that for which the rates hold. link: bytes/s each way. latency: seconds from the last byte sent until the
-    receiver can go on. memory: bytes/s.
+    receiver can go on. memory: bytes/s. start: seconds at the beginning of a pass in which several GPUs' hosts meet.
     """
 
     name: str
@@ -201,6 +201,7 @@ class Machine:
     link: float
     latency: float
     memory: float
+    start: float
 
     def kernel_seconds(self, direction: Direction, cost: Cost, task: Task | None) -> float:
         """Of a task; a worker without one passes at once."""
@@ -211,20 +212,23 @@ class Machine:
         return cost.flops(direction, task) / rate.at(cost.rows)
 
 
-# Least squares of 1 / rate over 1 / T, of the medians in benchmarks/results/kernel.csv at commit 57760a2 of `hopper`,
-# cases [4..128]k_d128_mha_causal and [4,16]k_d128_mha_full. Below 4096 tokens the rows time the host that starts them.
-H200_FORWARD = Kernel(causal=Rate(626.7e12, 726), full=Rate(612.5e12, 490))
-H200_BACKWARD = Kernel(causal=Rate(534.8e12, 1102), full=Rate(523.0e12, 430))
+# Least squares of 1 / rate over 1 / T, of the medians of `hopper` in benchmarks/results/kernel.csv: forward at commit
+# 81373ec, cases [4..128]k_d128_mha_{causal,full}, backward at d852ec8, [4,16,64]k. Below 4096 tokens the rows time the
+# host that starts the kernels.
+H200_FORWARD = Kernel(causal=Rate(633.0e12, 680), full=Rate(617.8e12, 469))
+H200_BACKWARD = Kernel(causal=Rate(567.4e12, 731), full=Rate(564.1e12, 363))
 H200_MEMORY = 4.8e12  # data sheet
 # Line through two times of one ppermute between two H200s (NV18) with the flags of xla_flags.py, 2026-11-29: 16 MiB at
 # 123 GB/s, 512 MiB at 382 GB/s. The data sheet has 450 GB/s each way.
 NVLINK = 410e9
 NVLINK_LATENCY = 95e-6
+# Without a kernel or a merge before the first kernel of a forward on two GPUs: tests/data/overlap/trace_full.csv.
+START = 271e-6
 MACHINES = {
     machine.name: machine
     for machine in (
-        Machine("h200-nvlink", H200_FORWARD, H200_BACKWARD, 128, NVLINK, NVLINK_LATENCY, H200_MEMORY),
+        Machine("h200-nvlink", H200_FORWARD, H200_BACKWARD, 128, NVLINK, NVLINK_LATENCY, H200_MEMORY, START),
         # Nominal, nothing measured: 400 Gb/s for each GPU, and the latency that was measured over NVLink.
-        Machine("h200-400g", H200_FORWARD, H200_BACKWARD, 128, 50e9, NVLINK_LATENCY, H200_MEMORY),
+        Machine("h200-400g", H200_FORWARD, H200_BACKWARD, 128, 50e9, NVLINK_LATENCY, H200_MEMORY, START),
     )
 }

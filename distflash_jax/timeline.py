@@ -102,6 +102,8 @@ class _Run:
     def add(self, direction: Direction) -> None:
         """All steps of one direction."""
         steps, memory = self.cost.schedule.steps, self.cost.memory(direction)
+        if self.cost.schedule.num_workers > 1:
+            self.ready = [seconds + self.machine.start for seconds in self.ready]
         for number, step in enumerate(steps):
             issued, arriving = list(self.ready), []
             if number:

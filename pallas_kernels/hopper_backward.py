@@ -197,8 +197,8 @@ def backward(
     operands = (rows.own, rows.peer or (), columns.own, columns.peer or ())
     # The interpreter cannot add in memory: there every key tile gets a dq of its own.
     dq_shape = (plan.num_key_tiles,) * interpret + (plan.B, plan.T, plan.N, H)
-    # Tied to an operand, or XLA makes the zeros of all blocks of a program at its start, and keeps them.
-    zero, _ = lax.optimization_barrier((jnp.float32(0), queries.own[0]))
+    # Tied to an operand, lse, or XLA makes the zeros of all blocks of a program at its start, and keeps them.
+    zero, _ = lax.optimization_barrier((jnp.float32(0), queries.own[2]))
     dq_refs = [jax.new_ref(jnp.full(dq_shape, zero))] if plan.has_dq else []
     is_short = plan.blocks.splits_keys and jnp.dtype(dtype) == q.dtype
     gradient = jax.ShapeDtypeStruct((plan.B, plan.S, plan.K, H), dtype if is_short else jnp.float32)

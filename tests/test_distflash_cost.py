@@ -1,6 +1,7 @@
 """FLOPs, bytes and rates: against closed forms, against what is traced, and against the rows they come from."""
 
 import csv
+import dataclasses
 import statistics
 from fractions import Fraction
 from pathlib import Path
@@ -70,26 +71,36 @@ def test_traced_messages_of_bfloat16_carry_the_tables_bytes_and_no_more(num_work
     assert size == num_workers * (cost.traffic("forward") + cost.traffic("backward"))
 
 
-def test_memory_counts_each_merge_once():
-    """P = 2: halves are held after steps 0 and 2, merged after steps 1 and 2; q, k and v are cut in half before."""
+def test_memory_counts_what_each_merge_reads_and_writes():
+    """P = 2: at the end two results of each half are read. P = 4: two of the first half before step 3, then what they
+    made of it with two others, and four of the second half. q, k and v of step P / 2 are cut in half before.
+    """
     shape = Shape(T=20, N=4, K=4, H=8)
     cost = Cost(balanced(2), shape)
     half, cut = cost.size("out") // 2 + cost.size("lse") // 2, 3 * cost.size("q") // 2
-    cast = cost.size("out") * 3 // 2 + cost.size("lse") * 3 // 2
-    assert cost.memory("forward") == (2 * cut, 0, 3 * half, 3 * half + cast)
+    cast = (cost.size("out") + cost.size("lse")) // 2
+    assert cost.memory("forward") == (2 * cut, 0, 0, 4 * half + cast)
+    assert Cost(balanced(4), dataclasses.replace(shape, T=40)).memory("forward") == (
+        0,
+        2 * cut,
+        0,
+        3 * half,
+        7 * half + cast,
+    )
     assert Cost(balanced(1), shape).memory("forward") == (0, 0)
 
 
 def test_rates_are_least_squares_of_their_rows():
     machine = MACHINES["h200-nvlink"]
     with ROWS.open(newline="") as file:
-        rows = [r for r in csv.DictReader(file) if (r["commit"], r["implementation"]) == ("57760a2", "hopper")]
-    for direction in ("forward", "backward"):
+        rows = [row for row in csv.DictReader(file) if row["implementation"] == "hopper"]
+    for direction, commit in (("forward", "81373ec"), ("backward", "d852ec8")):
         for visible in ("causal", "full"):
             points = {}
             for row in rows:
                 length, _, rest = row["case"].partition("k_")
-                if rest == f"d128_mha_{visible}" and row["mode"] == direction and int(length) >= 4:
+                is_meant = (row["commit"], row["mode"], rest) == (commit, direction, f"d128_mha_{visible}")
+                if is_meant and int(length) >= 4:
                     points[1024 * int(length)] = 1e12 * float(row["p50"])
             line = statistics.linear_regression([1 / T for T in points], [1 / rate for rate in points.values()])
             rate = getattr(getattr(machine, direction), visible)

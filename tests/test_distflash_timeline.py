@@ -13,8 +13,8 @@ from distflash_jax.timeline import simulate
 
 NVLINK = MACHINES["h200-nvlink"]
 BOTH = ("forward", "backward")
-# Neither latency nor memory, so that what is left are kernels and bytes.
-BARE = dataclasses.replace(NVLINK, latency=0.0, memory=math.inf)
+# Neither latency nor memory nor start, so that what is left are kernels and bytes.
+BARE = dataclasses.replace(NVLINK, latency=0.0, memory=math.inf, start=0.0)
 
 
 def of(timeline, kind, direction="forward"):
@@ -24,16 +24,16 @@ def of(timeline, kind, direction="forward"):
 @pytest.mark.parametrize("mode", ["forward", "forward_backward"])
 def test_balanced_on_two_gpus_is_predicted_within_five_percent(mode):
     found = {row: pair for row, pair in validate().items() if row[1:] == ("balanced", 2, mode)}
-    assert len(found) >= {"forward": 1, "forward_backward": 3}[mode]
+    assert len(found) >= {"forward": 2, "forward_backward": 6}[mode]
     for row, (measured, predicted) in found.items():
         assert predicted == pytest.approx(measured, rel=0.05), row
 
 
-def test_other_tables_on_two_gpus_are_predicted_within_ten_percent():
+def test_other_tables_on_two_gpus_are_predicted_within_five_percent():
     found = {row: pair for row, pair in validate().items() if row.workers == 2}
-    assert len(found) >= 16
+    assert len(found) >= 24
     for row, (measured, predicted) in found.items():
-        assert predicted == pytest.approx(measured, rel=0.10), row
+        assert predicted == pytest.approx(measured, rel=0.05), row
 
 
 def test_alone_nothing_is_sent_and_the_time_is_that_of_the_kernel():
@@ -105,4 +105,4 @@ def test_backward_begins_when_a_workers_forward_ends():
     for worker in range(4):
         own = [e for e in timeline.events if e.worker == worker and e.kind in ("compute", "merge")]
         forward, backward = ([e for e in own if e.direction == d] for d in BOTH)
-        assert min(e.start for e in backward) == max(e.stop for e in forward)
+        assert min(e.start for e in backward) == max(e.stop for e in forward) + NVLINK.start
