@@ -65,10 +65,11 @@ def _time(run: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def newest_rows(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:
-    """The last row that was written of each (case, implementation, mode)."""
+def newest_rows(path: Path, num_workers: int = 1) -> dict[tuple[str, str, str], dict[str, str]]:
+    """The last row that was written of each (case, implementation, mode) on so many GPUs."""
     with path.open(newline="") as file:
-        return {(row["case"], row["implementation"], row["mode"]): row for row in csv.DictReader(file)}
+        rows = [row for row in csv.DictReader(file) if row["workers"] == str(num_workers)]
+    return {(row["case"], row["implementation"], row["mode"]): row for row in rows}
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

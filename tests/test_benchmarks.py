@@ -185,7 +185,7 @@ def test_the_command_prints_the_table_without_measuring(tmp_path, monkeypatch, c
 def test_the_picture_draws_each_implementation_and_the_bound(tmp_path):
     path = tmp_path / "kernel.csv"
     write_sample(path, [case.name for case in select(["*_d128_mha_causal"])], ("hopper", "cudnn", "tokamax"))
-    figure = plot.draw(harness.newest_rows(path))
+    figure = plot.draw_kernels(harness.newest_rows(path))
     forward = figure.axes[1]
     assert [len(line.get_xdata()) for line in forward.lines] == [8, 8, 8, 2]
     assert list(forward.lines[0].get_xdata()) == list(cases.TOKENS) and forward.lines[-1].get_ydata()[0] == 700
@@ -193,6 +193,20 @@ def test_the_picture_draws_each_implementation_and_the_bound(tmp_path):
     assert not figure.axes[0].lines
     figure.savefig(tmp_path / "kernel.png", dpi=40)
     assert (tmp_path / "kernel.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_attention_shows_the_share_of_the_bound_of_the_rows_on_two_gpus(tmp_path):
+    common = {"benchmark": "attention", "case": "32k_d128_gqa_causal", "mode": "forward_backward"}
+    rows = [
+        common
+        | {"implementation": name, "workers": workers, "p20": seconds, "p50": seconds, "p80": seconds, "bound": 1.0}
+        for name, workers, seconds in (("balanced", 2, 1.25), ("torch_cp", 2, 2.0), ("balanced", 1, 1.0))
+    ]
+    harness.write_rows(tmp_path / "attention.csv", rows)
+    figure = plot.draw_attention(harness.newest_rows(tmp_path / "attention.csv", num_workers=2))
+    ours, theirs, bound = figure.axes[3].lines
+    assert (ours.get_xydata().tolist(), theirs.get_xydata().tolist()) == ([[32768, 0.8]], [[32768, 0.5]])
+    assert set(bound.get_ydata()) == {1} and all(len(axes.lines) == 1 for axes in figure.axes[:3])
 
 
 def test_every_row_of_the_results_has_all_fields():
