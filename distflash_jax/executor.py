@@ -122,14 +122,10 @@ def _run(
                 partial = kernel(queries, keys, _mask(plan, step, queries, keys), plan.scale, dtype=dtype)
             # The next step's sends depend on this kernel: memory for messages does not grow with the workers. And what
             # the step before returns is not waited for until this kernel is done.
-            # XLA puts all merges between two barriers into one pass over memory, and keeps until then what is merged.
-            is_merged = number % MERGED_AT_ONCE == 0 and number + 1 < len(steps)
-            settled = [total.parts if is_merged else {} for total in totals]
-            q_side, kv_side, fetched_q, fetched_kv, partial, returned, settled = lax.optimization_barrier(
-                (q_side, kv_side, fetched_q, fetched_kv, partial, returned, settled)
+            q_side, kv_side, fetched_q, fetched_kv, partial, returned = _pace(
+                (q_side, kv_side, fetched_q, fetched_kv, partial, returned),
+                totals if number % MERGED_AT_ONCE == 0 and number + 1 < len(steps) else (),
             )
-            for total, parts in zip(totals, settled, strict=True):
-                total.parts |= parts
             _include_returned(plan, totals, steps[number - 1], returned)
             returned = _return(plan, totals, step, partial)
             with jax.named_scope("merge"):
@@ -142,6 +138,17 @@ def _run(
         with jax.named_scope("merge"):
             arrays = [x for total in totals for x in total.whole(lengths[total.side])]
             return tuple(x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True))
+
+
+def _pace[Tree](arrays: Tree, totals: Sequence[_Total]) -> Tree:
+    """The arrays, none of which is used before all of them are there, and with them these totals.
+
+    XLA puts all merges between two such points into one pass over memory, and keeps until then what is merged.
+    """
+    arrays, parts = lax.optimization_barrier((arrays, [total.parts for total in totals]))
+    for total, merged in zip(totals, parts, strict=True):
+        total.parts = merged
+    return arrays
 
 
 def _return(plan: Plan, totals: Sequence[_Total], step: Step, partial: Arrays) -> list[Arrays | None]:

@@ -26,7 +26,7 @@ def make_mesh(shape: MeshShape, platform: Platform) -> Mesh:
     # JAX fails an assertion where the plugin of an asked platform is not installed.
     except (RuntimeError, AssertionError):
         raise InputError(f"--platform {platform}: cpu or auto, as JAX finds no {platform} device") from None
-    if platform == "auto" and devices[0].platform == "cpu" and _has_nvidia_gpu():
+    if platform == "auto" and devices[0].platform == "cpu" and has_nvidia_gpu():
         raise InputError(
             "--platform auto: a JAX with CUDA on this machine with an NVIDIA GPU "
             "(pip install 'distflash_jax[cuda12]' or [cuda13]), or --platform cpu"
@@ -64,5 +64,6 @@ def peak_memory(mesh: Mesh) -> int | None:
     return stats and stats.get("peak_bytes_in_use")
 
 
-def _has_nvidia_gpu() -> bool:
+def has_nvidia_gpu() -> bool:
+    """Whether Linux shows one, whatever JAX finds."""
     return any(Path("/proc/driver/nvidia/gpus").glob("*"))
