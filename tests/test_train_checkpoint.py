@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from train.checkpoint import Checkpoints
-from train.config import InputError, MeshShape
+from train.flags import InputError, MeshShape
 from train.mesh import make_mesh
 
 

@@ -10,7 +10,8 @@ import pytest
 from models.config import PRESETS
 from models.rope import Llama3RopeScaling
 from train import llama
-from train.config import Config, InputError, MeshShape, Source, StepRange, default_run_dir, open_run_dir, parse
+from train.config import Config, default_run_dir, open_run_dir, parse
+from train.flags import InputError, MeshShape, Source, StepRange
 
 REFUSED = [
     ("--steps abc", "--steps abc: a whole number of at least 1"),

@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from train.config import Config, InputError, MeshShape, Source
+from train.config import Config
 from train.data import Batches, Rows, Share, Tokens, load, open_data, sample
+from train.flags import InputError, MeshShape, Source
 from train.loss import IGNORED
 from train.tokenizer import SEPARATOR
 

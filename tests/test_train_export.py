@@ -12,7 +12,8 @@ from test_models_huggingface import read_independently
 from models import config_json
 from train import data, export
 from train.checkpoint import Checkpoints
-from train.config import InputError, model_of, open_run_dir, parse
+from train.config import model_of, open_run_dir, parse
+from train.flags import InputError
 from train.loop import _imported, _resolve, build_program
 from train.mesh import make_mesh
 

@@ -10,8 +10,9 @@ from counting import equations
 
 from models.config import PRESETS
 from train import plan
-from train.config import InputError, parse
+from train.config import parse
 from train.cost import step_flops, step_seconds
+from train.flags import InputError
 from train.sharding import gathered_spec, make_gather
 
 SMALL = ["--dtype", "float32", "--lr", "1", "--vocab-size", "64", "--num-hidden-layers", "3", "--seq-len", "256"]

@@ -11,8 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from train import data
 from train import tokenizer as tokenizer_module
 from train.chat import ChatTemplate
-from train.config import InputError
 from train.data import load
+from train.flags import InputError
 from train.loss import IGNORED
 from train.sources import Conversation, Document
 from train.tokenizer import FileTokenizer

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as orbax
 
-from train.config import InputError
+from train.flags import InputError
 
 _KEPT = 3
 

@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -20,223 +20,105 @@ import tyro
 from models import config_json
 from models.config import PRESETS, LlamaConfig
 from models.rope import RopeExtension
-
-
-class InputError(Exception):
-    """What the user gave cannot work; the message is one line: argument, value and what is allowed."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshShape:
-    """Devices per axis: `data` splits the batch, `seq` each sequence, `tensor` the heads and the MLP's width."""
-
-    data: int = 1
-    seq: int = 1
-    tensor: int = 1
-
-    @property
-    def num_devices(self) -> int:
-        return self.data * self.seq * self.tensor
-
-    def __str__(self) -> str:
-        tensor = f",tensor={self.tensor}" if self.tensor > 1 else ""
-        return f"data={self.data},seq={self.seq}{tensor}"
-
-    @classmethod
-    def parse(cls, text: str) -> "MeshShape":
-        pairs = [re.fullmatch(r"(data|seq|tensor)=([1-9]\d*)", part) for part in text.split(",")]
-        sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
-        if len(sizes) < len(pairs):
-            raise InputError(
-                f"--mesh {text}: axes data, seq and tensor, once and at least 1 each, such as data=2,seq=4"
-            )
-        return cls(**sizes)
-
-
-@dataclasses.dataclass(frozen=True)
-class StepRange:
-    """Steps `first` to `last`, both included, counted from 1 as the progress line counts them."""
-
-    first: int
-    last: int
-
-    def __str__(self) -> str:
-        return f"{self.first}:{self.last}"
-
-    def __contains__(self, step: int) -> bool:
-        return self.first <= step <= self.last
-
-    @classmethod
-    def parse(cls, text: str) -> "StepRange":
-        numbers = re.fullmatch(r"([1-9]\d*):(\d+)", text)
-        if numbers is None or int(numbers[1]) > int(numbers[2]):
-            raise InputError(f"--profile-steps {text}: FIRST:LAST with 1 <= FIRST <= LAST, such as 3:5")
-        return cls(int(numbers[1]), int(numbers[2]))
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A file or folder of training data, and its share of the samples relative to the other sources."""
-
-    path: Path
-    weight: float = 1.0
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.weight:g}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Source":
-        path, _, weight = text.rpartition(":")
-        with contextlib.suppress(ValueError):
-            if path and not Path(text).exists() and 0 < float(weight) < float("inf"):
-                return cls(Path(path), float(weight))
-        return cls(Path(text))
-
-
-def _flag(parse: Callable[[str], Any], metavar: str):
-    """Says to tyro how one word of the command line becomes a value."""
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=lambda words: parse(words[0]),
-        is_instance=lambda _: True,
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
-def _number(kind: type[int] | type[float], metavar: str, allowed: str, is_allowed: Callable[[Any], bool]):
-    def parse(word: str) -> int | float:
-        with contextlib.suppress(ValueError):
-            if is_allowed(number := kind(word)):
-                return number
-        raise ValueError(f"{word}: {allowed}")
-
-    return _flag(parse, metavar)
-
-
-def _choice(*choices: str):
-    def parse(word: str) -> str:
-        if word in choices:
-            return word
-        raise ValueError(f"{word}: one of {', '.join(choices)}")
-
-    return _flag(parse, "|".join(choices))
-
-
-def _boolean(word: str) -> bool:
-    if word not in ("true", "false"):
-        raise ValueError(f"{word}: true or false")
-    return word == "true"
-
-
-def _num_bytes(word: str) -> int:
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|GB)", word)
-    if size is None or float(size[1]) == 0:
-        raise ValueError(f"{word}: a size in GiB or GB, such as 140GiB")
-    return int(float(size[1]) * {"GiB": 2**30, "GB": 10**9}[size[2]])
-
+from train import flags
+from train.flags import InputError, MeshShape, Source, StepRange
 
 Remat = Literal["attention", "offload", "offload-all", "layer", "none"]
 Strategy = Literal["balanced", "balanced_unsplit", "ring"]
 Platform = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
-_whole = _number(int, "N", "a whole number of at least 1", lambda n: n >= 1)
-_whole_or_zero = _number(int, "N", "a whole number of at least 0", lambda n: n >= 0)
-_positive = _number(float, "X", "a finite number above 0", lambda x: 0 < x < float("inf"))
-_fraction = _number(float, "X", "a number between 0 and 1", lambda x: 0 < x < 1)
-_at_least_zero = _number(float, "X", "a finite number of at least 0", lambda x: 0 <= x < float("inf"))
-_seed = _number(int, "N", "a whole number from 0 to 2147483647", lambda n: 0 <= n < 2**31)
+_EIGHT_WORKERS = MeshShape(seq=8)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelOverrides:
     """Fields of the model that the command line replaces; None keeps the model's value."""
 
-    vocab_size: Annotated[int | None, _whole] = None
-    hidden_size: Annotated[int | None, _whole] = None
-    intermediate_size: Annotated[int | None, _whole] = None
-    num_hidden_layers: Annotated[int | None, _whole] = None
-    num_attention_heads: Annotated[int | None, _whole] = None
-    num_key_value_heads: Annotated[int | None, _whole] = None
-    head_dim: Annotated[int | None, _whole] = None
-    rms_norm_eps: Annotated[float | None, _positive] = None
-    rope_theta: Annotated[float | None, _positive] = None
-    rope_scaling: Annotated[RopeExtension | None, _flag(RopeExtension.parse, "KIND:FACTOR")] = None
+    vocab_size: Annotated[int | None, flags.whole] = None
+    hidden_size: Annotated[int | None, flags.whole] = None
+    intermediate_size: Annotated[int | None, flags.whole] = None
+    num_hidden_layers: Annotated[int | None, flags.whole] = None
+    num_attention_heads: Annotated[int | None, flags.whole] = None
+    num_key_value_heads: Annotated[int | None, flags.whole] = None
+    head_dim: Annotated[int | None, flags.whole] = None
+    rms_norm_eps: Annotated[float | None, flags.positive] = None
+    rope_theta: Annotated[float | None, flags.positive] = None
+    rope_scaling: Annotated[RopeExtension | None, flags.parsed(RopeExtension.parse, "KIND:FACTOR")] = None
     """yarn:32, linear:4 or llama3: stretches the context of the model by a factor, of llama3 8."""
-    tie_word_embeddings: Annotated[bool | None, _flag(_boolean, "true|false")] = None
-    qkv_bias: Annotated[bool | None, _flag(_boolean, "true|false")] = None
-    qk_norm: Annotated[bool | None, _flag(_boolean, "true|false")] = None
-    sliding_window: Annotated[int | None, _whole] = None
-    max_position_embeddings: Annotated[int | None, _whole] = None
+    tie_word_embeddings: Annotated[bool | None, flags.parsed(flags.boolean, "true|false")] = None
+    qkv_bias: Annotated[bool | None, flags.parsed(flags.boolean, "true|false")] = None
+    qk_norm: Annotated[bool | None, flags.parsed(flags.boolean, "true|false")] = None
+    sliding_window: Annotated[int | None, flags.whole] = None
+    max_position_embeddings: Annotated[int | None, flags.whole] = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Train a Llama on real text, with every sequence spread over the devices of a mesh."""
 
-    mesh: Annotated[MeshShape, _flag(MeshShape.parse, "data=N,seq=N,tensor=N")] = MeshShape(seq=8)
+    mesh: Annotated[MeshShape, flags.parsed(MeshShape.parse, "data=N,seq=N,tensor=N")] = _EIGHT_WORKERS
     """Devices per axis: data splits the batch, seq each sequence, tensor the heads and the MLP's width.
     Parameters and optimizer are cut over all of them."""
-    model: Annotated[str | None, _choice(*PRESETS)] = None
+    model: Annotated[str | None, flags.choice(*PRESETS)] = None
     """Preset, whose fields the flags below from --vocab-size on replace; without it and --init-from: tiny."""
-    init_from: Annotated[Path | None, _flag(Path, "DIR")] = None
+    init_from: Annotated[Path | None, flags.parsed(Path, "DIR")] = None
     """Folder of a Hugging Face model (config.json and safetensors) that the run begins with."""
-    seq_len: Annotated[int, _whole] = 1024
+    seq_len: Annotated[int, flags.whole] = 1024
     """Tokens in a row of the batch."""
-    batch_size: Annotated[int, _whole] = 4
+    batch_size: Annotated[int, flags.whole] = 4
     """Rows in a batch, over all devices."""
-    steps: Annotated[int, _whole] = 80
+    steps: Annotated[int, flags.whole] = 80
     """Optimizer steps in total; a larger number continues a finished run."""
-    lr: Annotated[float | None, _positive] = None
+    lr: Annotated[float | None, flags.positive] = None
     """Learning rate after the warm-up; without it: 6e-3 for tiny, 3e-4 for the other presets, 2e-5 with
     --init-from."""
-    warmup_steps: Annotated[int, _whole_or_zero] = 10
+    warmup_steps: Annotated[int, flags.whole_or_zero] = 10
     """Steps in which the learning rate rises; afterwards it is constant, or follows --decay-steps."""
-    decay_steps: Annotated[int | None, _whole] = None
+    decay_steps: Annotated[int | None, flags.whole] = None
     """Step at which a cosine from the end of the warm-up has brought the learning rate down to a tenth."""
-    clip_norm: Annotated[float, _positive] = 1.0
+    clip_norm: Annotated[float, flags.positive] = 1.0
     """Largest global norm of the gradient; a longer one is scaled down to it."""
-    z_loss: Annotated[float, _at_least_zero] = 0.0
+    z_loss: Annotated[float, flags.at_least_zero] = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss, such as 1e-4."""
-    accumulate: Annotated[int, _whole] = 1
+    accumulate: Annotated[int, flags.whole] = 1
     """Micro-batches, one after the other, into which a batch is cut to save memory."""
-    remat: Annotated[Remat, _choice(*get_args(Remat))] = "attention"
+    remat: Annotated[Remat, flags.choice(*get_args(Remat))] = "attention"
     """What the backward keeps of a layer: its input and attention outputs (on the device; or these offloaded
     to the host, or with offload-all both), its input alone (layer), or everything (none)."""
-    strategy: Annotated[Strategy, _choice(*get_args(Strategy))] = "balanced"
+    strategy: Annotated[Strategy, flags.choice(*get_args(Strategy))] = "balanced"
     """Schedule of the attention over the seq axis."""
-    data: tyro.conf.UseAppendAction[tuple[Annotated[Source, _flag(Source.parse, "PATH[:WEIGHT]")], ...]] = ()
+    data: tyro.conf.UseAppendAction[tuple[Annotated[Source, flags.parsed(Source.parse, "PATH[:WEIGHT]")], ...]] = ()
     """Text, .jsonl or .parquet file, folder of them, or tokens as .npy or .bin (little-endian uint16); with
     several, samples are drawn in proportion to the weights. Lines and rows hold a text, or messages, or prompt
     and completion, of which the answers alone are learned. Without it: the source files of Python's standard
     library."""
-    tokenizer: Annotated[Path | None, _flag(Path, "PATH")] = None
+    tokenizer: Annotated[Path | None, flags.parsed(Path, "PATH")] = None
     """tokenizer.json, or a folder with it, its tokenizer_config.json and chat template; without it: that of
     --init-from, else one token a byte."""
-    eval_data: Annotated[Path | None, _flag(Path, "PATH")] = None
+    eval_data: Annotated[Path | None, flags.parsed(Path, "PATH")] = None
     """Data of the kinds of --data on which the loss is evaluated."""
-    eval_fraction: Annotated[float | None, _fraction] = None
+    eval_fraction: Annotated[float | None, flags.fraction] = None
     """Share of the rows of each source that is never trained on but evaluated, in place of --eval-data."""
-    eval_every: Annotated[int | None, _whole] = None
+    eval_every: Annotated[int | None, flags.whole] = None
     """Steps between two evaluations; without it after the last step only, where there is always one."""
-    eval_batches: Annotated[int | None, _whole] = None
+    eval_batches: Annotated[int | None, flags.whole] = None
     """Most batches of one evaluation; without it: 16."""
-    run_dir: Annotated[Path | None, _flag(Path, "PATH")] = None
+    run_dir: Annotated[Path | None, flags.parsed(Path, "PATH")] = None
     """Folder of config, checkpoints, scalars and profiles; without it: runs/MODEL-HASH, by configuration."""
-    save_every: Annotated[int, _whole] = 100
+    save_every: Annotated[int, flags.whole] = 100
     """Steps between two checkpoints; the last step is always saved."""
-    profile_steps: Annotated[StepRange | None, _flag(StepRange.parse, "FIRST:LAST")] = None
+    profile_steps: Annotated[StepRange | None, flags.parsed(StepRange.parse, "FIRST:LAST")] = None
     """Steps to profile, both included, for `tensorboard --logdir RUN_DIR`."""
-    seed: Annotated[int, _seed] = 0
+    seed: Annotated[int, flags.seed] = 0
     """Decides the initial weights and the order of the data."""
-    platform: Annotated[Platform, _choice(*get_args(Platform))] = "auto"
+    platform: Annotated[Platform, flags.choice(*get_args(Platform))] = "auto"
     """auto is cuda where a GPU is found, otherwise as many virtual CPU devices as the mesh needs."""
-    dtype: Annotated[Dtype | None, _choice(*get_args(Dtype))] = None
+    dtype: Annotated[Dtype | None, flags.choice(*get_args(Dtype))] = None
     """Dtype of activations; without it: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Compile the step and print what it needs, without data or run-dir: bytes of each kind on a device, FLOPs,
     seconds, and the longest sequence that fits."""
-    device_memory: Annotated[int | None, _flag(_num_bytes, "SIZE")] = None
+    device_memory: Annotated[int | None, flags.parsed(flags.num_bytes, "SIZE")] = None
     """Memory of a device for --dry-run, such as 140GiB; without it: what JAX may use of the GPU."""
     overrides: Annotated[ModelOverrides, tyro.conf.arg(name="")] = ModelOverrides()
 
@@ -344,9 +226,9 @@ def model_of(settings: dict[str, Any]) -> LlamaConfig:
     names = [field.name for field in dataclasses.fields(ModelOverrides)]
     given = {name: settings[name] for name in names if settings[name] is not None}
     source = f"--model {settings['model']}" if settings["origin"] is None else f"--init-from {settings['init_from']}"
-    flags = "".join(f" {_flag_name(name)} {value}" for name, value in given.items())
+    words = "".join(f" {_flag_name(name)} {value}" for name, value in given.items())
     if settings["origin"] is not None and (fixed := given.keys() - {"rope_theta", "rope_scaling"}):
-        raise InputError(f"{source}{flags}: no {_flag_name(min(fixed))}, which config.json decides")
+        raise InputError(f"{source}{words}: no {_flag_name(min(fixed))}, which config.json decides")
     extension = given.pop("rope_scaling", None)
     try:
         base = PRESETS[settings["model"]] if settings["origin"] is None else config_json.from_json(settings["origin"])
@@ -355,10 +237,10 @@ def model_of(settings: dict[str, Any]) -> LlamaConfig:
         model = dataclasses.replace(base, **given)
         model = model if extension is None else model.extended(RopeExtension.parse(extension))
     except ValueError as error:
-        raise InputError(f"{source}{flags}: {error}") from error
+        raise InputError(f"{source}{words}: {error}") from error
     if model.sliding_window is not None and settings["seq_len"] > model.sliding_window:
         window = model.sliding_window
-        raise InputError(f"--seq-len {settings['seq_len']}: at most sliding_window={window} of {source}{flags}")
+        raise InputError(f"--seq-len {settings['seq_len']}: at most sliding_window={window} of {source}{words}")
     return model
 
 

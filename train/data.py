@@ -13,7 +13,8 @@ from typing import Any, cast
 import grain
 import numpy as np
 
-from train.config import Config, InputError
+from train.config import Config
+from train.flags import InputError
 from train.loss import IGNORED
 from train.report import say
 from train.sources import Document, documents, files_of, is_token_file, map_tokens

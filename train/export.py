@@ -10,7 +10,8 @@ from typing import Any
 
 from models import config_json
 from models.config import LlamaConfig
-from train.config import InputError, model_of
+from train.config import model_of
+from train.flags import InputError
 
 # What goes with a model's weights and config.json; no training changes it.
 _COMPANIONS = (

@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from train.config import InputError, parse
+from train.config import parse
+from train.flags import InputError
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -18,8 +18,9 @@ from distflash_jax import overlap, which_implementation, xla_flags
 from models import huggingface
 from train import data
 from train.checkpoint import Checkpoints
-from train.config import Config, InputError, StepRange, open_run_dir, run_dir_of
+from train.config import Config, open_run_dir, run_dir_of
 from train.evaluation import Evaluation
+from train.flags import InputError, StepRange
 from train.interrupt import Interrupt
 from train.mesh import describe, make_mesh, peak_memory
 from train.plan import dry_run, explain_exhaustion

@@ -6,7 +6,8 @@ from pathlib import Path
 import jax
 from jax.sharding import AxisType, Mesh
 
-from train.config import InputError, MeshShape, Platform
+from train.config import Platform
+from train.flags import InputError, MeshShape
 
 
 def make_mesh(shape: MeshShape, platform: Platform) -> Mesh:

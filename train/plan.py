@@ -13,8 +13,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from train.config import Config, InputError, MeshShape
+from train.config import Config
 from train.cost import peak_flops, step_flops, step_seconds
+from train.flags import InputError, MeshShape
 from train.mesh import usable_memory
 from train.program import build_program, make_model
 from train.sharding import bytes_per_device

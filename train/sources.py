@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from train.config import InputError
+from train.flags import InputError
 
 _TOKEN_SUFFIXES = (".npy", ".bin")
 _FORMS = 'a string "text", a list "messages" of objects with a "role", or strings "prompt" and "completion"'

@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 
 from train.chat import ChatTemplate
-from train.config import InputError
+from train.flags import InputError
 from train.sources import Conversation, Document
 
 SEPARATOR = 256

@@ -1,0 +1,132 @@
+"""Flags: the values of the command line that have a form of their own, and how one word becomes each of them."""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+
+class InputError(Exception):
+    """What the user gave cannot work; the message is one line: argument, value and what is allowed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    """Devices per axis: `data` splits the batch, `seq` each sequence, `tensor` the heads and the MLP's width."""
+
+    data: int = 1
+    seq: int = 1
+    tensor: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.seq * self.tensor
+
+    def __str__(self) -> str:
+        tensor = f",tensor={self.tensor}" if self.tensor > 1 else ""
+        return f"data={self.data},seq={self.seq}{tensor}"
+
+    @classmethod
+    def parse(cls, text: str) -> "MeshShape":
+        pairs = [re.fullmatch(r"(data|seq|tensor)=([1-9]\d*)", part) for part in text.split(",")]
+        sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
+        if len(sizes) < len(pairs):
+            raise InputError(
+                f"--mesh {text}: axes data, seq and tensor, once and at least 1 each, such as data=2,seq=4"
+            )
+        return cls(**sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRange:
+    """Steps `first` to `last`, both included, counted from 1 as the progress line counts them."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.first}:{self.last}"
+
+    def __contains__(self, step: int) -> bool:
+        return self.first <= step <= self.last
+
+    @classmethod
+    def parse(cls, text: str) -> "StepRange":
+        numbers = re.fullmatch(r"([1-9]\d*):(\d+)", text)
+        if numbers is None or int(numbers[1]) > int(numbers[2]):
+            raise InputError(f"--profile-steps {text}: FIRST:LAST with 1 <= FIRST <= LAST, such as 3:5")
+        return cls(int(numbers[1]), int(numbers[2]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A file or folder of training data, and its share of the samples relative to the other sources."""
+
+    path: Path
+    weight: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.weight:g}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Source":
+        path, _, weight = text.rpartition(":")
+        with contextlib.suppress(ValueError):
+            if path and not Path(text).exists() and 0 < float(weight) < float("inf"):
+                return cls(Path(path), float(weight))
+        return cls(Path(text))
+
+
+def parsed(parse: Callable[[str], Any], metavar: str):
+    """A flag of one word: says to tyro how it becomes a value."""
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: parse(words[0]),
+        is_instance=lambda _: True,
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def number(kind: type[int] | type[float], metavar: str, allowed: str, is_allowed: Callable[[Any], bool]):
+    def parse(word: str) -> int | float:
+        with contextlib.suppress(ValueError):
+            if is_allowed(value := kind(word)):
+                return value
+        raise ValueError(f"{word}: {allowed}")
+
+    return parsed(parse, metavar)
+
+
+def choice(*choices: str):
+    def parse(word: str) -> str:
+        if word in choices:
+            return word
+        raise ValueError(f"{word}: one of {', '.join(choices)}")
+
+    return parsed(parse, "|".join(choices))
+
+
+def boolean(word: str) -> bool:
+    if word not in ("true", "false"):
+        raise ValueError(f"{word}: true or false")
+    return word == "true"
+
+
+def num_bytes(word: str) -> int:
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|GB)", word)
+    if size is None or float(size[1]) == 0:
+        raise ValueError(f"{word}: a size in GiB or GB, such as 140GiB")
+    return int(float(size[1]) * {"GiB": 2**30, "GB": 10**9}[size[2]])
+
+
+whole = number(int, "N", "a whole number of at least 1", lambda n: n >= 1)
+whole_or_zero = number(int, "N", "a whole number of at least 0", lambda n: n >= 0)
+positive = number(float, "X", "a finite number above 0", lambda x: 0 < x < float("inf"))
+fraction = number(float, "X", "a number between 0 and 1", lambda x: 0 < x < 1)
+at_least_zero = number(float, "X", "a finite number of at least 0", lambda x: 0 <= x < float("inf"))
+seed = number(int, "N", "a whole number from 0 to 2147483647", lambda n: 0 <= n < 2**31)
