@@ -1,0 +1,275 @@
+"""A tile of keys in the backward for Hopper: what is known of it when it is compiled, and what a warpgroup computes.
+
+See hopper_backward.py, whose kernel walks over the queries that see the tile.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from pallas_kernels.block import Box
+from pallas_kernels.block_sizes import BackwardBlocks
+from pallas_kernels.hopper_rows import (
+    L2_BYTES,
+    LOG2_E,
+    ROWS,
+    divide,
+    largest_divisor,
+    row_tiles,
+    store_rows,
+    tanh,
+)
+from pallas_kernels.masks import Mask, Scalar
+
+COMPUTE_WARPGROUPS = 2
+KEYS_PER_WARPGROUP = 64
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a CTA; a leading axis counts stages, buffers or warpgroups.
+
+    left: where the interpreter, which has no matmul with its left side in registers, puts that side; None on a GPU.
+    """
+
+    k: jax.Ref
+    v: jax.Ref
+    q: jax.Ref
+    dout: jax.Ref
+    stats: jax.Ref
+    dscores: jax.Ref
+    staging: jax.Ref
+    left: jax.Ref | None
+    k_ids: jax.Ref | None
+    keys_full: jax.Ref
+    full: jax.Ref
+    empty: jax.Ref
+    dscores_full: jax.Ref
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the kernel knows when it is compiled: shapes of the task, boxes of the own operands, sizes."""
+
+    B: int
+    T: int
+    N: int
+    S: int
+    K: int
+    H: int
+    dtype: jnp.dtype
+    q_box: Box
+    k_box: Box
+    has_peer_queries: bool
+    has_peer_keys: bool
+    is_causal: bool
+    window: int | None
+    has_segments: bool
+    scale: float
+    softcap: float | None
+    blocks: BackwardBlocks
+    has_dq: bool
+    is_interpreted: bool
+
+    @property
+    def weight(self) -> float:
+        """By which P' is multiplied, so that dQ comes out scaled; 1 in float16, where small numbers lose digits."""
+        return self.scale if self.dtype == jnp.bfloat16 else 1.0
+
+    @property
+    def num_query_tiles(self) -> int:
+        return pl.cdiv(self.T, ROWS)
+
+    @property
+    def num_key_tiles(self) -> int:
+        return pl.cdiv(self.S, self.keys_per_tile)
+
+    @property
+    def section(self) -> int:
+        """The most key/value heads that divide all and of which q, dout and dq of a query head fit in the L2 cache.
+
+        At least two: all CTAs at one head would add to few tiles of dq at a time.
+        """
+        return largest_divisor(self.B * self.K, max(2, L2_BYTES // (8 * self.T * self.H)))
+
+    def place(self, block: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+        """(batch, kv_head, key_tile) of a CTA; in a section the first keys, of which causal queries see most, first."""
+        section, rest = divide(block, self.section * self.num_key_tiles)
+        key_tile, head = divide(rest, self.section)
+        return *divide(section * self.section + head, self.K), key_tile
+
+    @property
+    def keys_per_tile(self) -> int:
+        return KEYS_PER_WARPGROUP * (COMPUTE_WARPGROUPS if self.blocks.splits_keys else 1)
+
+    @property
+    def columns(self) -> int:
+        """Of dk and dv that a warpgroup sums."""
+        return self.H if self.blocks.splits_keys else self.H // 2
+
+    def scratch(self) -> Scratch:
+        rows, stages, H = ROWS, self.blocks.stages, self.H
+        tile = partial(row_tiles, dtype=self.dtype, swizzle=self.blocks.swizzle)
+        return Scratch(
+            k=tile((self.keys_per_tile, H)),
+            v=tile((self.keys_per_tile, H)),
+            q=tile((stages, rows, H)),
+            dout=tile((stages, rows, H)),
+            stats=plgpu.SMEM((stages, 2 + self.has_segments, rows), jnp.float32),
+            dscores=tile((2, self.keys_per_tile, rows)),
+            staging=row_tiles((COMPUTE_WARPGROUPS, ROWS, self.blocks.staging), jnp.float32),
+            left=tile((COMPUTE_WARPGROUPS, KEYS_PER_WARPGROUP, rows)) if self.is_interpreted else None,
+            k_ids=plgpu.SMEM((self.keys_per_tile,), jnp.float32) if self.has_segments else None,
+            keys_full=plgpu.Barrier(num_arrivals=2 + self.has_segments),
+            full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+            empty=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages),
+            dscores_full=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
+        )
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A warpgroup that computes: its keys, and the columns of dk and dv that it sums."""
+
+    plan: Plan
+    scratch: Scratch
+    warpgroup: Scalar
+    first_key: Scalar
+    columns: pl.Slice
+    dk_ref: jax.Ref
+    dv_ref: jax.Ref
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return KEYS_PER_WARPGROUP, ROWS
+
+    def across(self, row) -> Array:
+        """A number for each query, in every row of a tile."""
+        return lax.broadcast_in_dim(plgpu.load(row, layout=plgpu.Layout.WGMMA.reduce(0)), self.shape, [1])
+
+    def multiply(self, acc, left: Array, right) -> None:
+        """acc += left @ right with the left side in registers, in the interpreter in shared memory."""
+        if self.scratch.left is None:
+            plgpu.wgmma(acc, left, right)
+        else:
+            spare = self.scratch.left.at[self.warpgroup]
+            spare[...] = left
+            plgpu.wgmma(acc, spare, right)
+
+    def issue_scores(self, scores_ref, keys, slot) -> None:
+        plgpu.wgmma(scores_ref, self.scratch.k.at[keys], self.scratch.q.at[slot].transpose((1, 0)))
+
+    def first_scores(self, has_tiles) -> Array:
+        def scores(scores_ref):
+            pl.when(has_tiles)(lambda: plgpu.barrier_wait(self.scratch.full.at[0]))
+            self.issue_scores(scores_ref, pl.ds(self.first_key, KEYS_PER_WARPGROUP), 0)
+            return scores_ref[...]
+
+        return pl.run_scoped(scores, plgpu.ACC(self.shape, jnp.float32))
+
+    def step(self, number, has_next, scores: Array | None, place, dq_at) -> Array | None:
+        """One query tile against this warpgroup's keys: added to the sums dk and dv, and its dq to dq_at.
+
+        scores: of this tile where they were prefetched; then those of the next tile are returned.
+        """
+        plan, scratch, blocks = self.plan, self.scratch, self.plan.blocks
+        # 0, which the compiler cannot know: addresses that do not change in the loop it would compute before it, and
+        # each would take two registers of every thread throughout.
+        zero = lax.shift_right_logical(number, jnp.int32(30))
+        keys = pl.ds(self.first_key + zero * KEYS_PER_WARPGROUP, KEYS_PER_WARPGROUP)
+        dq_columns = pl.ds((self.warpgroup + zero) * (plan.H // 2), plan.H // 2)
+        slot, next_slot = lax.rem(number, blocks.stages), lax.rem(number + 1, blocks.stages)
+        q, dout, stats = scratch.q.at[slot], scratch.dout.at[slot], scratch.stats.at[slot]
+        if blocks.splits_keys:
+            # Two buffers, so that one barrier is enough: who writes this one again has passed the barrier of the next
+            # tile, which the other warpgroup only reaches when it has read this one.
+            dscores_tile = scratch.dscores.at[lax.rem(number, 2)]
+        else:
+            dscores_tile = scratch.dscores.at[self.warpgroup]
+        if not blocks.has_prefetch:
+            plgpu.barrier_wait(scratch.full.at[slot])
+
+        def gradient(dweights_ref, scores_ref=None):
+            tile = scores
+            if scores_ref is not None:
+                self.issue_scores(scores_ref, keys, slot)
+            plgpu.wgmma(dweights_ref, scratch.v.at[keys], dout.transpose((1, 0)))
+            if scores_ref is not None:  # the exponentials run while dP' is made
+                tile = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+            weights, slope = self.weights(tile, stats.at[0])
+            if place is not None:
+                weights = jnp.where(self.visible(*place, stats), weights, 0.0)
+            dweights = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=0)
+            # Only now delta is read and weights are rounded: registers are short, and those of a running product may
+            # not change, or the assembler runs all products one after the other.
+            weights, dweights = lax.optimization_barrier((weights, dweights))
+            dscores = weights * (dweights - self.across(stats.at[1]))
+            return weights, dscores if slope is None else dscores * slope
+
+        accumulators = [plgpu.ACC(self.shape, jnp.float32)] * (1 if blocks.has_prefetch else 2)
+        weights, dscores = (x.astype(plan.dtype) for x in pl.run_scoped(gradient, *accumulators))
+        own_scores = dscores_tile.at[keys if blocks.splits_keys else pl.ds(0, KEYS_PER_WARPGROUP)]
+        has_shared_scores = blocks.is_frugal or plan.is_interpreted
+        if plan.has_dq or has_shared_scores:
+            own_scores[...] = dscores
+            plgpu.commit_smem()
+        if plan.has_dq and blocks.splits_keys:
+            plgpu.barrier_arrive(scratch.dscores_full)
+
+        def products(dq_ref, next_ref=None):
+            self.multiply(self.dv_ref, weights, dout.at[:, self.columns])
+            if blocks.is_frugal:
+                plgpu.wgmma_wait(0)
+            if next_ref is not None:
+                pl.when(has_next)(lambda: plgpu.barrier_wait(scratch.full.at[next_slot]))
+                self.issue_scores(next_ref, keys, next_slot)
+            if plan.has_dq and blocks.splits_keys:
+                plgpu.barrier_wait(scratch.dscores_full)
+            if plan.has_dq:
+                plgpu.wgmma(dq_ref, dscores_tile.transpose((1, 0)), scratch.k.at[:, dq_columns])
+            plgpu.wgmma(self.dk_ref, own_scores if has_shared_scores else dscores, q.at[:, self.columns])
+            if plan.has_dq:  # wait_n=1: it is on its way to memory while dS' Q is made
+                dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
+                store_rows(dq, scratch.staging.at[self.warpgroup], dq_at, None if plan.is_interpreted else "add")
+            plgpu.wgmma_wait(0)
+            next_scores = None if next_ref is None else plgpu.wgmma_accumulator_load(next_ref, wait_n=0)
+            plgpu.barrier_arrive(scratch.empty.at[slot])
+            return next_scores
+
+        accumulators = [plgpu.ACC((ROWS, plan.H // 2), jnp.float32)]
+        if blocks.has_prefetch:
+            accumulators.append(plgpu.ACC(self.shape, jnp.float32))
+        return pl.run_scoped(products, *accumulators)
+
+    def weights(self, scores: Array, lse) -> tuple[Array, Array | None]:
+        """exp of the scores less lse, and what a softcap multiplies their derivative by."""
+        if self.plan.softcap is None:
+            return jnp.exp2(scores * (self.plan.scale * LOG2_E) - self.across(lse)), None
+        bounded = tanh(scores * (self.plan.scale / self.plan.softcap))
+        return jnp.exp2(bounded * (self.plan.softcap * LOG2_E) - self.across(lse)), 1 - bounded * bounded
+
+    def visible(self, mask: Mask, row: Scalar, column: Scalar, stats) -> Array:
+        """Mask.visible of a tile, transposed, by comparisons of queries with the limits of each key."""
+        plan = self.plan
+        k_position = mask.k_start + column
+        numbers = plgpu.broadcasted_iota(jnp.int32, (self.shape[0],), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        rows = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=plgpu.Layout.WGMMA)
+        down = lambda x: lax.broadcast_in_dim(x, self.shape, [0])
+        # The first row that sees each key: behind the tile for what is no key.
+        own = numbers + (k_position - mask.q_start - row)
+        first = jnp.where(numbers < mask.k_stop - k_position, own if plan.is_causal else 0 * own, ROWS)
+        seen = down(first) <= rows
+        if plan.window is not None:
+            seen &= rows < down(own + plan.window)
+        if plan.has_segments:
+            k_ids = plgpu.load(
+                self.scratch.k_ids.at[pl.ds(self.first_key, KEYS_PER_WARPGROUP)], layout=plgpu.Layout.WGMMA.reduce(1)
+            )
+            seen &= down(k_ids) == self.across(stats.at[2])
+        return seen
