@@ -1,57 +1,158 @@
-"""The training command on 1 .. N GPUs at a small size: `python -m benchmarks.train_step`.
+"""Training steps of Llamas, their sequence over all GPUs of this machine: `python -m benchmarks.train_step`.
 
-Each run is the real command. The bound of a speed is the speed on one GPU times the workers; that of a loss is the loss
-of the same run on CPUs, which it has to equal.
+A case is a model, its tokens, how attention is scheduled and what is kept for the backward. Its rows: seconds (bound:
+what `--dry-run` predicts); utilisation, of FLOPs without what is done twice (bound: what it would be had the prediction
+come true); loss of the last step, which has to be the same for all ways to compute it; and the most GiB that were
+allocated (bound: what the compiler said), where they are more than those of the cases before.
 """
 
 import argparse
-import json
-import statistics
-import subprocess
-import sys
-import tempfile
+import itertools
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from benchmarks.harness import RESULTS, write_rows
+from benchmarks.harness import RESULTS, quantiles, write_rows
+from distflash_jax import xla_flags
+from train.config import Config
+from train.cost import peak_flops, step_flops, step_seconds
+from train.flags import MeshShape
+from train.mesh import make_mesh, peak_memory
+from train.plan import bytes_of, lower_step
+from train.program import build_program
 
-FLAGS = ["--seq-len", "8192", "--batch-size", "1", "--steps", "20"]
-CASE = "8k_tiny"
+_GIB = 2**30
 
 
-def run(platform: str, num_workers: int) -> list[dict[str, float]]:
-    """The JSON line of each step."""
-    with tempfile.TemporaryDirectory() as run_dir:
-        mesh = ["--platform", platform, "--mesh", f"seq={num_workers}", "--dtype", "float32"]
-        command = [sys.executable, "-m", "train.llama", *FLAGS, *mesh, "--run-dir", run_dir]
-        child = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in child.stdout.splitlines()]
+class Case(NamedTuple):
+    model: str
+    seq_len: int
+    strategy: Any = "balanced"
+    remat: Any = "attention"
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}_{self.seq_len // 1024}k"
+
+    def config(self, num_workers: int) -> Config:
+        return Config(
+            mesh=MeshShape(seq=num_workers), model=self.model, seq_len=self.seq_len, batch_size=1, lr=3e-4,
+            strategy=self.strategy, remat=self.remat, dtype="bfloat16", platform="cuda", warmup_steps=0,
+        )  # fmt: skip
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        """MODEL:TOKENS[:STRATEGY[:REMAT]], tokens in thousands (of 1024) for all GPUs together."""
+        model, tokens, *others = text.split(":")
+        return cls(model, 1024 * int(tokens), *others)
+
+
+# Against checkpoints at the borders of layers; against other schedules; long; grouped heads.
+CASES = (
+    *(Case("llama-7b", n * 1024, remat=remat) for n in (8, 16, 32, 64) for remat in ("attention", "layer")),
+    *(Case("llama-7b", 65536, strategy) for strategy in ("balanced_unsplit", "ring")),
+    Case("llama-7b", 131072),
+    Case("llama-7b", 131072, remat="offload"),
+    Case("llama-7b", 262144, remat="offload-all"),
+    *(Case("llama-gqa", n * 1024) for n in (64, 128)),
+)
+
+
+def compile_all(cases: Sequence[Case], configs: Sequence[Config], mesh: jax.sharding.Mesh) -> list[Any]:
+    """(program, compiled step) of each case, or what it raised."""
+
+    def attempt(future):
+        try:
+            return future.result()
+        except Exception as error:
+            return error
+
+    programs = [build_program(config, mesh) for config in configs]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        # Lowered in turn, since Mosaic GPU keeps state in globals.
+        futures = [
+            pool.submit(lower_step(program, batch_size=1, seq_len=case.seq_len).compile)
+            for case, program in zip(cases, programs, strict=True)
+        ]
+        return [(program, attempt(future)) for program, future in zip(programs, futures, strict=True)]
+
+
+def measure(
+    case: Case, config: Config, compiled: Any, state: Any, batch: Any, mesh: jax.sharding.Mesh, num_steps: int
+) -> list[dict[str, Any]]:
+    """The rows of a case; the first step is not timed. The state is used up."""
+    seconds, before = [], peak_memory(mesh) or 0
+    loss = float("nan")
+    for number in range(num_steps + 1):
+        start = time.perf_counter()
+        state, metrics = compiled(state, batch)
+        loss = float(metrics["loss"])
+        if number:
+            seconds.append(time.perf_counter() - start)
+    kind = mesh.devices.flat[0].device_kind
+    flops = step_flops(config.llama, batch_size=1, seq_len=case.seq_len)
+    predicted = step_seconds(*flops, remat=case.remat, num_devices=mesh.size, device_kind=kind)
+    share = lambda seconds: sum(flops) / (mesh.size * (peak_flops(kind) or float("nan")) * seconds)
+    times = quantiles(seconds)
+    common = {"benchmark": "train_step", "case": case.name, "implementation": case.strategy, "workers": mesh.size}
+    common |= {"mode": case.remat}
+
+    def row(metric: str, unit: str, p20: float, p50: float, p80: float, bound: float) -> dict[str, Any]:
+        return common | {"metric": metric, "unit": unit, "p20": p20, "p50": p50, "p80": p80, "bound": bound}
+
+    rows = [
+        row("seconds", "s", *times, predicted),
+        row("utilisation", "1", share(times.p80), share(times.p50), share(times.p20), share(predicted)),
+        row("loss", "nats", loss, loss, loss, loss),
+    ]
+    peak = (peak_memory(mesh) or 0) / _GIB
+    if peak > before / _GIB:
+        rows.append(row("memory", "GiB", peak, peak, peak, bytes_of(compiled) / _GIB))
+    return rows
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", type=Case.parse, default=CASES, help=Case.parse.__doc__)
+    parser.add_argument("--steps", type=int, default=3, help="that are timed")
     parser.add_argument("--out", type=Path, default=RESULTS / "train_step.csv")
     arguments = parser.parse_args()
-    on_cpu = run("cpu", 1)[-1]["loss"]
-    rows, one = [], 0.0
-    for num_workers in range(1, jax.device_count() + 1):
-        steps = run("cuda", num_workers)
-        speeds = [step["tokens_per_second"] for step in steps[3:]]
-        one = one or statistics.median(speeds)
-        loss = steps[-1]["loss"]
-        common = {"benchmark": "train_step", "case": CASE, "implementation": "balanced", "workers": num_workers}
-        common |= {"mode": "step"}
-        p20, p50, p80 = np.quantile(speeds, (0.2, 0.5, 0.8)).tolist()
-        rows += [
-            common
-            | {"metric": "tokens_per_second", "unit": "1/s", "p20": p20, "p50": p50, "p80": p80}
-            | {"bound": one * num_workers},
-            common | {"metric": "loss_at_20", "unit": "nats", "p20": loss, "p50": loss, "p80": loss, "bound": on_cpu},
-        ]
-        print(f"{num_workers} GPU(s): {p50:,.0f} tokens/s, loss {loss:.5f} (on CPU {on_cpu:.5f})", flush=True)
-    write_rows(arguments.out, rows)
+    xla_flags.apply(xla_flags.choose())
+    num_workers = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    mesh = make_mesh(MeshShape(seq=num_workers), "cuda")
+    configs = {case: case.config(num_workers) for case in arguments.cases}
+    start = time.perf_counter()
+    found = dict(zip(configs, compile_all(list(configs), list(configs.values()), mesh), strict=True))
+    print(f"{len(found)} steps compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    for _, group in itertools.groupby(arguments.cases, key=lambda case: case.model):
+        cases = [case for case in group if not isinstance(found[case][1], Exception)]
+        # The least memory first: the allocator tells the most that there was so far.
+        cases.sort(key=lambda case: bytes_of(found[case][1]))
+        for case in cases:
+            _, compiled = found[case]
+            program = found[cases[0]][0]
+            # The same tokens for all cases of a length, over and over.
+            ids = np.random.default_rng(0).integers(0, configs[case].llama.vocab_size, (1, case.seq_len + 1), np.int32)
+            batch = jax.device_put({"tokens": ids[:, :-1], "labels": ids[:, 1:]}, program.batch_sharding)
+            try:
+                rows = measure(case, configs[case], compiled, program.init(), batch, mesh, arguments.steps)
+            except jax.errors.JaxRuntimeError as error:
+                print(f"{case}: left out, {str(error)[:200]}", flush=True)
+                continue
+            write_rows(arguments.out, rows)
+            print(
+                f"{case.name:16} {case.strategy:16} {case.remat:12}",
+                *(f"{row['metric']} {row['p50']:.4g} ({row['bound']:.4g})" for row in rows),
+                flush=True,
+            )
+    for case, (_, error) in found.items():
+        if isinstance(error, Exception):
+            print(f"{case}: left out, {str(error)[:200]}")
 
 
 if __name__ == "__main__":

@@ -65,8 +65,18 @@ def measure(config: Config, program: Program, mesh: Mesh) -> Memory:
 
 def allocated(program: Program, *, batch_size: int, seq_len: int) -> int:
     """Bytes that XLA says a step needs on a device; it is compiled on abstract arguments, or found compiled."""
+    return bytes_of(lower_step(program, batch_size=batch_size, seq_len=seq_len).compile())
+
+
+def lower_step(program: Program, *, batch_size: int, seq_len: int) -> jax.stages.Lowered:
+    """The step for batches of this size, lowered on abstract arguments."""
     ids = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32, sharding=program.batch_sharding)
-    analysis = program.step.lower(program.state_struct, {"tokens": ids, "labels": ids}).compile().memory_analysis()
+    return program.step.lower(program.state_struct, {"tokens": ids, "labels": ids})
+
+
+def bytes_of(step: jax.stages.Compiled) -> int:
+    """Bytes that XLA says a compiled step needs on a device."""
+    analysis: Any = step.memory_analysis()
     # Outputs that take the place of arguments, which the state does, are counted once.
     new_outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return analysis.argument_size_in_bytes + new_outputs + analysis.temp_size_in_bytes
