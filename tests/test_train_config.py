@@ -14,12 +14,12 @@ from train.config import Config, default_run_dir, open_run_dir, parse
 from train.flags import InputError, MeshShape, Source, StepRange
 
 REFUSED = [
-    ("--steps abc", "--steps abc: a whole number of at least 1"),
-    ("--steps=0", "--steps 0: a whole number of at least 1"),
-    ("--steps 3.5", "--steps 3.5: a whole number of at least 1"),
+    ("--steps abc", "--steps abc: a whole number from 1 to 2147483647"),
+    ("--steps=0", "--steps 0: a whole number from 1 to 2147483647"),
+    ("--steps 3.5", "--steps 3.5: a whole number from 1 to 2147483647"),
     ("--steps", "--steps: a value after the flag"),
-    ("--batch-size -1", "--batch-size -1: a whole number of at least 1"),
-    ("--warmup-steps -1", "--warmup-steps -1: a whole number of at least 0"),
+    ("--batch-size -1", "--batch-size -1: a whole number from 1 to 2147483647"),
+    ("--warmup-steps -1", "--warmup-steps -1: a whole number from 0 to 2147483647"),
     ("--lr nan", "--lr nan: a finite number above 0"),
     ("--lr 0", "--lr 0: a finite number above 0"),
     ("--seed 2147483648", "--seed 2147483648: a whole number from 0 to 2147483647"),
@@ -28,7 +28,7 @@ REFUSED = [
     ("--platform tpu", "--platform tpu: one of auto, cpu, cuda"),
     ("--dtype float16", "--dtype float16: one of float32, bfloat16"),
     ("--model gpt", "--model gpt: one of tiny, "),
-    ("--hidden-size x", "--hidden-size x: a whole number of at least 1"),
+    ("--hidden-size x", "--hidden-size x: a whole number from 1 to 2147483647"),
     ("--rope-scaling ntk:4", "--rope-scaling ntk:4: yarn:FACTOR, linear:FACTOR, llama3:FACTOR or llama3 with a factor"),
     ("--rope-scaling llama3:x", "--rope-scaling llama3:x: yarn:FACTOR, linear:FACTOR, llama3:FACTOR or llama3"),
     ("--rope-scaling yarn", "--rope-scaling yarn: yarn:FACTOR"),
@@ -143,9 +143,9 @@ def test_a_run_dir_accepts_its_own_configuration_again_and_more_steps(tmp_path):
 def test_a_run_dir_of_another_configuration_is_refused_with_each_difference(tmp_path):
     own = ["--run-dir", str(tmp_path)]
     open_run_dir(parse(own))
-    with pytest.raises(InputError, match=r"--hidden-size was None and is 64, --lr was None and is 0\.1$"):
+    with pytest.raises(InputError, match=r"--hidden-size was None and is 64, --lr was 0\.006 and is 0\.1$"):
         open_run_dir(parse([*own, "--lr", "0.1", "--hidden-size", "64"]))
-    assert json.loads((tmp_path / "config.json").read_text())["lr"] is None
+    assert json.loads((tmp_path / "config.json").read_text())["lr"] == 6e-3
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]"])

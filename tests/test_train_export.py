@@ -32,7 +32,8 @@ def began(tmp_path_factory):
     mesh = make_mesh(config.mesh, "cpu")
     config = _resolve(config, mesh)
     assert config.lr == 2e-5
-    state = _imported(model, build_program(config, mesh))
+    program = build_program(config, mesh)
+    state = _imported(model, program, program.init)
     checkpoints = Checkpoints(open_run_dir(config) / "checkpoints")
     checkpoints.save(5, state, {})
     checkpoints.close()
@@ -144,7 +145,7 @@ def test_the_weights_are_checked_against_the_config_before_the_run_begins(began,
     with pytest.raises(
         InputError, match=r"^--init-from .*model: model\.layers\.2\..* must be in the safetensors files$"
     ):
-        _imported(model, program)
+        _imported(model, program, program.init)
 
 
 @pytest.mark.parametrize(
