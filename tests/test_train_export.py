@@ -164,9 +164,10 @@ def test_flags_extend_the_context_of_a_model_that_is_there(began):
     flags = [*FLAGS, "--init-from", str(began[0])]
     extended = parse([*flags, "--rope-scaling", "linear:4"]).llama
     assert (extended.rope_scaling.factor, extended.max_position_embeddings) == (4, 4 * 4096)
-    longer = parse([*flags, "--rope-theta", "8e6", "--seq-len", "8192"]).llama
+    flags[flags.index("--seq-len") + 1] = "8192"
+    longer = parse([*flags, "--rope-theta", "8e6"]).llama
     assert (longer.rope_theta, longer.max_position_embeddings) == (8e6, 8192)
-    both = parse([*flags, "--rope-theta", "8e6", "--rope-scaling", "yarn:4", "--seq-len", "8192"]).llama
+    both = parse([*flags, "--rope-theta", "8e6", "--rope-scaling", "yarn:4"]).llama
     assert both.max_position_embeddings == 4 * 4096
 
 

@@ -12,8 +12,8 @@ import importlib.util
 import io
 import itertools
 import json
-import os
 import re
+import tempfile
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
@@ -338,7 +338,7 @@ def default_run_dir(config: Config) -> Path:
 
 
 def check_run_dir(config: Config) -> None:
-    """Finds out at once, before anything is read or written, whether `open_run_dir` will accept the run's folder.
+    """Finds out at once whether `open_run_dir` will accept the run's folder, which it makes but writes nothing into.
 
     Raises:
       InputError: the folder holds another configuration, or cannot be written.
@@ -346,10 +346,9 @@ def check_run_dir(config: Config) -> None:
     run_dir, settings = run_dir_of(config), settings_of(config)
     path = run_dir / "config.json"
     try:
-        saved = dict(json.loads(path.read_text())) if path.exists() else settings
-        existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
-        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-            raise PermissionError(f"not so {existing}")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            saved = dict(json.loads(path.read_text())) if path.exists() else settings
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
             f"--run-dir {run_dir}: a folder that can be written, with a whole config.json ({error})"
@@ -366,7 +365,7 @@ def check_run_dir(config: Config) -> None:
 
 
 def open_run_dir(config: Config) -> Path:
-    """Creates the run's folder with its config.json, or accepts the one that holds this configuration.
+    """Gives the run's folder its config.json, or accepts the one that holds this configuration.
 
     Raises:
       InputError: as `check_run_dir`.
@@ -375,7 +374,6 @@ def open_run_dir(config: Config) -> Path:
     run_dir = run_dir_of(config)
     path = run_dir / "config.json"
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(settings_of(config), indent=2) + "\n")
         partial.replace(path)

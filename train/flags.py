@@ -92,13 +92,12 @@ class Source:
 
     @classmethod
     def parse(cls, text: str) -> "Source":
-        if not text:
-            raise InputError("--data '': a file or folder that exists")
+        whole = usable_path(text)
         path, _, weight = text.rpartition(":")
         with contextlib.suppress(ValueError):
-            if path and not Path(text).exists() and 0 < float(weight) < float("inf"):
+            if path and not whole.exists() and 0 < float(weight) < float("inf"):
                 return cls(Path(path), float(weight))
-        return cls(Path(text))
+        return cls(whole)
 
 
 def parsed(parse: Callable[[str], Any], metavar: str):
@@ -131,6 +130,21 @@ def choice(*choices: str):
     return parsed(parse, "|".join(choices))
 
 
+def usable_path(word: str) -> Path:
+    """A path of which can be told whether it exists."""
+    if not word:
+        raise ValueError("'': a path that is not empty")
+    try:
+        Path(word).exists()
+    except OSError as error:  # too long, or in a folder that must not be looked into
+        raise ValueError(f"{word}: a path that can be looked up ({error.strerror})") from None
+    return Path(word)
+
+
+def path(metavar: str):
+    return parsed(usable_path, metavar)
+
+
 def boolean(word: str) -> bool:
     if word not in ("true", "false"):
         raise ValueError(f"{word}: true or false")
@@ -142,15 +156,6 @@ def num_bytes(word: str) -> int:
     if size is None or float(size[1]) == 0:
         raise ValueError(f"{word}: a size in GiB or GB, such as 140GiB")
     return int(float(size[1]) * {"GiB": 2**30, "GB": 10**9}[size[2]])
-
-
-def path(metavar: str):
-    def parse(word: str) -> Path:
-        if word:
-            return Path(word)
-        raise ValueError(f"'': {metavar} that is not empty")
-
-    return parsed(parse, metavar)
 
 
 whole = number(int, "N", "a whole number from 1 to 2147483647", lambda n: 1 <= n < 2**31)
