@@ -104,6 +104,8 @@ def test_a_finished_run_says_so_and_more_steps_continue_it_exactly(undisturbed, 
     second, said = train(run_dir, "--steps", "8")
     assert "resuming after step 3" in said
     assert losses(first) | losses(second) == losses(undisturbed[0])
+    sessions = [json.loads(line) for line in (run_dir / "time.jsonl").read_text().splitlines()]
+    assert [(session["first_step"], session["last_step"]) for session in sessions] == [(1, 3), (4, 8)]
 
 
 def test_ctrl_c_saves_and_the_same_command_resumes_bitwise(undisturbed, start, train, tmp_path):
