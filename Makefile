@@ -15,7 +15,7 @@ help: ## this list
 	@sed -n 's/^\([a-z0-9][a-z0-9 -]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
 
 train: .venv/.ready ## the main job: train a small Llama on 8 workers
-	@$(PY) -m train.llama --mesh seq=8 $(ARGS)
+	@$(PY) -m train.llama $(ARGS)
 
 # Two processes, since a test is mostly one thread compiling; worksteal keeps cases that share compiled code together.
 test: .venv/.ready ## the tests (ARGS="-n 0" for one process)

@@ -21,7 +21,7 @@ def test_it_tells_of_everything_and_finds_nothing_amiss_here(monkeypatch, capsys
 @pytest.mark.parametrize(
     "name, value, advice",
     [
-        ("has_nvidia_gpu", lambda: True, "-> pip install 'distflash_jax[cuda13]' or [cuda12]"),
+        ("cuda_advice", lambda: "make cuda13", "-> make cuda13"),
         ("FREE_DISK", 2**60, "-> few checkpoints fit"),
         ("PACKAGES", ("no-such-package",), "-> pip install '.[train]' in the checkout"),
     ],

@@ -104,6 +104,8 @@ def test_a_finished_run_says_so_and_more_steps_continue_it_exactly(undisturbed, 
     second, said = train(run_dir, "--steps", "8")
     assert "resuming after step 3" in said
     assert losses(first) | losses(second) == losses(undisturbed[0])
+    sessions = [json.loads(line) for line in (run_dir / "time.jsonl").read_text().splitlines()]
+    assert [(session["first_step"], session["last_step"]) for session in sessions] == [(1, 3), (4, 8)]
 
 
 def test_ctrl_c_saves_and_the_same_command_resumes_bitwise(undisturbed, start, train, tmp_path):
@@ -164,19 +166,3 @@ def test_recomputing_whole_layers_changes_no_loss(undisturbed, train, tmp_path):
     lines, said = train(tmp_path / "run", "--steps", "3", "--remat", "layer")
     assert "remat layer" in said
     assert losses(lines) == pytest.approx({step: losses(undisturbed[0])[step] for step in (1, 2, 3)}, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("--vocab-size", "100"), "tokens from 0 to 99 (--vocab-size 100)"),
-        (("--platform", "cuda"), "--platform cuda: cpu or auto, as JAX finds no cuda device"),
-        (("--lr", "0.5"), "a folder of the same configuration; --lr was 0.006 and is 0.5"),
-    ],
-)
-def test_what_shows_only_after_the_parse_is_refused_in_one_line_too(undisturbed, start, arguments, message):
-    child = start(undisturbed[2], *arguments)
-    out, err = child.communicate(timeout=60)
-    assert (child.returncode, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1

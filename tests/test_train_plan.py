@@ -15,11 +15,11 @@ from train.cost import step_flops, step_seconds
 from train.flags import InputError
 from train.sharding import gathered_spec, make_gather
 
-SMALL = ["--dtype", "float32", "--lr", "1", "--vocab-size", "64", "--num-hidden-layers", "3", "--seq-len", "256"]
+SMALL = ["--lr", "1", "--vocab-size", "64", "--num-hidden-layers", "3", "--seq-len", "256"]
 
 
-def configure(*arguments):
-    config = parse([*SMALL, *arguments])
+def configure(*arguments, dtype="float32"):
+    config = parse([*SMALL, "--dtype", dtype, *arguments])
     shape = (config.mesh.data, config.mesh.seq, config.mesh.tensor)
     axis_types = (jax.sharding.AxisType.Auto,) * 3
     devices = jax.devices()[: config.mesh.num_devices]
@@ -40,7 +40,7 @@ def test_saved_activations_are_what_the_remat_policy_keeps_on_one_device(policy,
 
 @pytest.mark.parametrize("policy", ["attention", "none"])
 def test_neither_gathered_nor_rounded_weights_are_kept_for_the_backward(policy):
-    config, mesh = configure("--mesh", "seq=2", "--remat", policy, "--dtype", "bfloat16")
+    config, mesh = configure("--mesh", "seq=2", "--remat", policy, dtype="bfloat16")
     kept = {x.shape for x in plan.residuals(config, mesh)}
     weights = {(3, 128, 4, 32), (3, 128, 2, 32), (3, 4, 32, 128), (3, 128, 384), (3, 384, 128)}
     assert not kept & weights

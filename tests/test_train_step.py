@@ -260,7 +260,8 @@ def test_the_step_keeps_shardings_and_donates_its_state():
     program = program_on((1, 2, 1), 1)
     old = program.init()
     assert described(old) == described(program.state_struct)
-    state, _ = program.step(old, jax.device_put(some_batch(0), program.batch_sharding))
+    batch = jax.device_put(some_batch(0), program.batch_sharding)
+    state, _ = program.step.lower(program.state_struct, batch).compile()(old, batch)  # as the trainer has it
     assert described(state) == described(program.state_struct)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
     assert state.step == 1

@@ -3,15 +3,18 @@
 Imports no JAX, so that `--help` and a wrong flag are answered at once.
 """
 
+import collections
 import contextlib
 import dataclasses
-import difflib
 import functools
 import hashlib
+import importlib.util
 import io
+import itertools
 import json
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -21,12 +24,13 @@ from models import config_json
 from models.config import PRESETS, LlamaConfig
 from models.rope import RopeExtension
 from train import flags
-from train.flags import InputError, MeshShape, Source, StepRange
+from train.flags import InputError, MeshShape, Source, StepRange, perhaps, perhaps_beside
 
 Remat = Literal["attention", "offload", "offload-all", "layer", "none"]
 Strategy = Literal["balanced", "balanced_unsplit", "ring"]
 Platform = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
+Tracker = Literal["wandb", "trackio"]
 _EIGHT_WORKERS = MeshShape(seq=8)
 
 
@@ -61,7 +65,7 @@ class Config:
     Parameters and optimizer are cut over all of them."""
     model: Annotated[str | None, flags.choice(*PRESETS)] = None
     """Preset, whose fields the flags below from --vocab-size on replace; without it and --init-from: tiny."""
-    init_from: Annotated[Path | None, flags.parsed(Path, "DIR")] = None
+    init_from: Annotated[Path | None, flags.path("DIR")] = None
     """Folder of a Hugging Face model (config.json and safetensors) that the run begins with."""
     seq_len: Annotated[int, flags.whole] = 1024
     """Tokens in a row of the batch."""
@@ -92,10 +96,10 @@ class Config:
     several, samples are drawn in proportion to the weights. Lines and rows hold a text, or messages, or prompt
     and completion, of which the answers alone are learned. Without it: the source files of Python's standard
     library."""
-    tokenizer: Annotated[Path | None, flags.parsed(Path, "PATH")] = None
+    tokenizer: Annotated[Path | None, flags.path("PATH")] = None
     """tokenizer.json, or a folder with it, its tokenizer_config.json and chat template; without it: that of
     --init-from, else one token a byte."""
-    eval_data: Annotated[Path | None, flags.parsed(Path, "PATH")] = None
+    eval_data: Annotated[Path | None, flags.path("PATH")] = None
     """Data of the kinds of --data on which the loss is evaluated."""
     eval_fraction: Annotated[float | None, flags.fraction] = None
     """Share of the rows of each source that is never trained on but evaluated, in place of --eval-data."""
@@ -103,18 +107,24 @@ class Config:
     """Steps between two evaluations; without it after the last step only, where there is always one."""
     eval_batches: Annotated[int | None, flags.whole] = None
     """Most batches of one evaluation; without it: 16."""
-    run_dir: Annotated[Path | None, flags.parsed(Path, "PATH")] = None
+    run_dir: Annotated[Path | None, flags.path("PATH")] = None
     """Folder of config, checkpoints, scalars and profiles; without it: runs/MODEL-HASH, by configuration."""
     save_every: Annotated[int, flags.whole] = 100
     """Steps between two checkpoints; the last step is always saved."""
+    log: Annotated[Tracker | None, flags.choice(*get_args(Tracker))] = None
+    """Where scalars go beside the TensorBoard files of the run-dir; each has an extra of its name."""
     profile_steps: Annotated[StepRange | None, flags.parsed(StepRange.parse, "FIRST:LAST")] = None
     """Steps to profile, both included, for `tensorboard --logdir RUN_DIR`."""
-    seed: Annotated[int, flags.seed] = 0
+    seed: Annotated[int, flags.whole_or_zero] = 0
     """Decides the initial weights and the order of the data."""
     platform: Annotated[Platform, flags.choice(*get_args(Platform))] = "auto"
     """auto is cuda where a GPU is found, otherwise as many virtual CPU devices as the mesh needs."""
     dtype: Annotated[Dtype | None, flags.choice(*get_args(Dtype))] = None
     """Dtype of activations; without it: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
+    config: Annotated[Path | None, flags.path("PATH")] = None
+    """config.json of a run-dir, or what --print-config printed: its settings hold where no flag is given."""
+    print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print all settings as JSON, and do nothing else; null is left to the machine."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Compile the step and print what it needs, without data or run-dir: bytes of each kind on a device, FLOPs,
     seconds, and the longest sequence that fits."""
@@ -127,6 +137,8 @@ class Config:
             object.__setattr__(self, "model", self.model or "tiny")
         elif self.model is not None:
             raise InputError(f"--model {self.model}: not with --init-from {self.init_from}, which has a model")
+        if self.lr is None:
+            object.__setattr__(self, "lr", {None: 2e-5, "tiny": 6e-3}.get(self.model, 3e-4))
         if self.seq_len % self.mesh.seq != 0:
             raise InputError(f"--seq-len {self.seq_len}: a multiple of the seq axis of --mesh {self.mesh}")
         if self.batch_size % self.mesh.data != 0:
@@ -142,13 +154,18 @@ class Config:
             raise InputError(f"--profile-steps {self.profile_steps}: within the steps of the run, --steps {self.steps}")
         for source in self.data:
             if not source.path.exists():
-                raise InputError(f"--data {source.path}: a file or folder that exists, or one with :WEIGHT above 0")
+                raise InputError(
+                    f"--data {source.path}: a file or folder that exists, or one with :WEIGHT above 0"
+                    f"{perhaps_beside(source.path)}"
+                )
         for flag, path in (("--tokenizer", self.tokenizer), ("--eval-data", self.eval_data)):
             if path is not None and not path.exists():
-                raise InputError(f"{flag} {path}: a file or folder that exists")
+                raise InputError(f"{flag} {path}: a file or folder that exists{perhaps_beside(path)}")
         self._check_evaluation()
         if self.run_dir is not None and self.run_dir.exists() and not self.run_dir.is_dir():
             raise InputError(f"--run-dir {self.run_dir}: a folder, or a name for a new one")
+        if self.log is not None and importlib.util.find_spec(self.log) is None:
+            raise InputError(f"--log {self.log}: an installed package, pip install 'distflash_jax[{self.log}]'")
 
     def _check_evaluation(self) -> None:
         if self.eval_data is not None and self.eval_fraction is not None:
@@ -184,22 +201,60 @@ def parse(arguments: Sequence[str]) -> Config:
     Raises:
       InputError: a flag or its value is not allowed.
     """
+    given = collections.Counter(_flag_name(word[2:].partition("=")[0]) for word in arguments if word.startswith("--"))
+    for flag, count in given.items():
+        if count > 1 and flag != "--data":
+            raise InputError(f"{flag}: once, found {count} times; --data alone may be repeated")
     complaint = io.StringIO()
+    words = [*_saved_arguments(arguments, given.keys()), *arguments]
     try:
         with contextlib.redirect_stderr(complaint):
-            config, unknown = tyro.cli(Config, args=arguments, prog="python -m train.llama", return_unknown_args=True)
+            config, unknown = tyro.cli(Config, args=words, prog="python -m train.llama", return_unknown_args=True)
     except SystemExit as stop:
         if stop.code == 0:
             raise
         raise InputError(_message_in(complaint.getvalue())) from None
     if unknown:
-        fields = dataclasses.fields(Config) + dataclasses.fields(ModelOverrides)
-        close = difflib.get_close_matches(unknown[0].split("=")[0], [_flag_name(field.name) for field in fields], n=1)
-        raise InputError(f"{unknown[0]}: a flag of this command, {f'perhaps {close[0]}' if close else 'see --help'}")
+        near = perhaps(unknown[0].partition("=")[0], map(_flag_name, _names()))
+        raise InputError(f"{unknown[0]}: a flag of this command{near or ', see --help'}")
     heads = config.llama.num_key_value_heads
     if heads % config.mesh.tensor != 0:
         raise InputError(f"--mesh {config.mesh}: a tensor axis that divides the model's {heads} key/value heads")
     return config
+
+
+# A flag of the command line takes the place of its alternative in a saved configuration too.
+_ALTERNATIVES = (("--model", "--init-from"), ("--eval-data", "--eval-fraction"))
+
+
+def _saved_arguments(arguments: Sequence[str], given: Set[str]) -> list[str]:
+    """The settings of the file after --config as arguments, without those that are given."""
+    following = dict(itertools.pairwise(word for argument in arguments for word in argument.split("=", 1)))
+    if "--config" not in given or not (name := following.get("--config")) or name.startswith("--"):
+        return []
+    path = Path(name)
+    try:
+        saved = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        near = "" if path.exists() else perhaps_beside(path)
+        raise InputError(f"--config {path}: what a run or --print-config wrote ({reason}){near}") from None
+    if unknown := saved.keys() - _names() - {"origin"}:
+        near = perhaps(min(unknown), _names())
+        raise InputError(f"--config {path}: settings of this command, found {min(unknown)}{near}")
+    replaced = {flag for pair in _ALTERNATIVES if given & set(pair) for flag in pair} | given
+    return [
+        f"{_flag_name(name)}={json.dumps(value) if isinstance(value, bool) else value}"
+        for name, values in saved.items()
+        if name != "origin" and _flag_name(name) not in replaced
+        for value in (values if isinstance(values, list) else [values])
+        if value is not None
+    ]
+
+
+def _names() -> set[str]:
+    """All settings, which are all flags."""
+    return {field.name for field in dataclasses.fields(Config) + dataclasses.fields(ModelOverrides)} - {"overrides"}
 
 
 def _flag_name(field_name: str) -> str:
@@ -244,13 +299,15 @@ def model_of(settings: dict[str, Any]) -> LlamaConfig:
     return model
 
 
-_MAY_CHANGE = {"steps", "save_every", "profile_steps", "eval_data", "eval_every", "eval_batches"}
+_MAY_CHANGE = {"steps", "save_every", "profile_steps", "eval_data", "eval_every", "eval_batches", "log"}
+# These are not of the training; without run_dir, a run-dir can be moved.
+_NOT_SAVED = ("overrides", "run_dir", "config", "print_config", "dry_run", "device_memory")
 
 
 def _to_json(config: Config) -> dict[str, Any]:
-    """Every setting of training by name; without run_dir, so that a run-dir can be moved."""
+    """Every setting of training by name."""
     settings = dataclasses.asdict(config) | dataclasses.asdict(config.overrides)
-    for name in ("overrides", "run_dir", "dry_run", "device_memory"):
+    for name in _NOT_SAVED:
         del settings[name]
     return settings | {
         "mesh": str(config.mesh),
@@ -261,6 +318,11 @@ def _to_json(config: Config) -> dict[str, Any]:
         "profile_steps": config.profile_steps and str(config.profile_steps),
         "rope_scaling": config.overrides.rope_scaling and str(config.overrides.rope_scaling),
     }
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """What config.json holds of a run: every setting, and the config.json of --init-from."""
+    return _to_json(config) | {"origin": config.origin}
 
 
 def run_dir_of(config: Config) -> Path:
@@ -275,19 +337,18 @@ def default_run_dir(config: Config) -> Path:
     return Path("runs") / f"{config.model or cast(Path, config.init_from).resolve().name}-{digest}"
 
 
-def open_run_dir(config: Config) -> Path:
-    """Creates the run's folder with its config.json, or accepts the one that holds this configuration.
+def check_run_dir(config: Config) -> None:
+    """Finds out at once whether `open_run_dir` will accept the run's folder, which it makes but writes nothing into.
 
     Raises:
       InputError: the folder holds another configuration, or cannot be written.
     """
-    run_dir = run_dir_of(config)
-    settings, path = _to_json(config), run_dir / "config.json"
-    run_dir = config.run_dir or default_run_dir(config)
-    settings, path = _to_json(config) | {"origin": config.origin}, run_dir / "config.json"
+    run_dir, settings = run_dir_of(config), settings_of(config)
+    path = run_dir / "config.json"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        saved = dict(json.loads(path.read_text())) if path.exists() else settings
+        with tempfile.TemporaryFile(dir=run_dir):
+            saved = dict(json.loads(path.read_text())) if path.exists() else settings
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
             f"--run-dir {run_dir}: a folder that can be written, with a whole config.json ({error})"
@@ -301,9 +362,20 @@ def open_run_dir(config: Config) -> Path:
     ]
     if changed:
         raise InputError(f"--run-dir {run_dir}: a folder of the same configuration; {', '.join(changed)}")
+
+
+def open_run_dir(config: Config) -> Path:
+    """Gives the run's folder its config.json, or accepts the one that holds this configuration.
+
+    Raises:
+      InputError: as `check_run_dir`.
+    """
+    check_run_dir(config)
+    run_dir = run_dir_of(config)
+    path = run_dir / "config.json"
     try:
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(settings, indent=2) + "\n")
+        partial.write_text(json.dumps(settings_of(config), indent=2) + "\n")
         partial.replace(path)
     except OSError as error:
         raise InputError(f"--run-dir {run_dir}: a folder that can be written ({error.strerror})") from None

@@ -16,8 +16,10 @@ _DENSE_SHARE = 0.65
 _ATTENTION_SHARE = 0.55
 
 
-def peak_flops(device_kind: str) -> float | None:
-    """Of one device in bfloat16; None where the kind is not known."""
+def peak_flops(device_kind: str, dtype: str) -> float | None:
+    """FLOP/s of one device; None where they are not known of the kind or the dtype."""
+    if dtype != "bfloat16":
+        return None
     return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_kind), None)
 
 
@@ -40,7 +42,7 @@ def step_seconds(dense: int, attention: int, *, remat: str, num_devices: int, de
     Done beside what `step_flops` counts: the dense forward again in the backward, unless everything is kept, and
     scores again in the backward of the attention, or with them all of its forward where no output of it is kept.
     """
-    peak = peak_flops(device_kind)
+    peak = peak_flops(device_kind, "bfloat16")
     if peak is None:
         return math.nan
     dense_done = dense * (1 if remat == "none" else 4 / 3)

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from distflash_jax import which_implementation, xla_flags
-from train.mesh import has_nvidia_gpu
+from train.mesh import cuda_advice
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
 FREE_DISK = 20 << 30  # bytes below which a checkpoint of a small model may not fit
@@ -53,9 +53,8 @@ def devices() -> Iterator[Finding]:
     """Devices, and the kernel of the default head dim on them."""
     found = jax.devices()
     kinds = ", ".join(sorted({device.device_kind for device in found}))
-    lacks_plugin = found[0].platform == "cpu" and has_nvidia_gpu()
-    extra = "pip install 'distflash_jax[cuda13]' or [cuda12], for the NVIDIA GPU of this machine"
-    yield Finding("devices", f"{len(found)} x {kinds} ({found[0].platform})", extra if lacks_plugin else None)
+    advice = cuda_advice() if found[0].platform == "cpu" else None
+    yield Finding("devices", f"{len(found)} x {kinds} ({found[0].platform})", advice)
     choice = which_implementation()
     yield Finding("kernel", f"{choice.name}: {choice.reason}")
 

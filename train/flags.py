@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,20 @@ import tyro
 
 class InputError(Exception):
     """What the user gave cannot work; the message is one line: argument, value and what is allowed."""
+
+
+def perhaps(word: str, choices: Iterable[str], opening: str = ", perhaps ") -> str:
+    """The end of a message: the choice that a wrong word was most likely meant to be, or nothing where none is near."""
+    close = difflib.get_close_matches(word, list(choices), n=1)
+    return f"{opening}{close[0]}" if close else ""
+
+
+def perhaps_beside(path: Path) -> str:
+    """As `perhaps`, of a path that does not exist and the names in its folder."""
+    try:
+        return perhaps(path.name, (other.name for other in path.parent.iterdir()))
+    except OSError:
+        return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +50,11 @@ class MeshShape:
         pairs = [re.fullmatch(r"(data|seq|tensor)=([1-9]\d*)", part) for part in text.split(",")]
         sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
         if len(sizes) < len(pairs):
+            axes = ("data", "seq", "tensor")
+            unknown = next((axis for axis in re.findall(r"[^,=]+(?==)", text) if axis not in axes), "")
             raise InputError(
                 f"--mesh {text}: axes data, seq and tensor, once and at least 1 each, such as data=2,seq=4"
+                f"{perhaps(unknown, axes)}"
             )
         return cls(**sizes)
 
@@ -74,11 +92,12 @@ class Source:
 
     @classmethod
     def parse(cls, text: str) -> "Source":
+        whole = usable_path(text)
         path, _, weight = text.rpartition(":")
         with contextlib.suppress(ValueError):
-            if path and not Path(text).exists() and 0 < float(weight) < float("inf"):
+            if path and not whole.exists() and 0 < float(weight) < float("inf"):
                 return cls(Path(path), float(weight))
-        return cls(Path(text))
+        return cls(whole)
 
 
 def parsed(parse: Callable[[str], Any], metavar: str):
@@ -106,9 +125,24 @@ def choice(*choices: str):
     def parse(word: str) -> str:
         if word in choices:
             return word
-        raise ValueError(f"{word}: one of {', '.join(choices)}")
+        raise ValueError(f"{word}: one of {', '.join(choices)}{perhaps(word, choices, '; perhaps ')}")
 
     return parsed(parse, "|".join(choices))
+
+
+def usable_path(word: str) -> Path:
+    """A path of which can be told whether it exists."""
+    if not word:
+        raise ValueError("'': a path that is not empty")
+    try:
+        Path(word).exists()
+    except OSError as error:  # too long, or in a folder that must not be looked into
+        raise ValueError(f"{word}: a path that can be looked up ({error.strerror})") from None
+    return Path(word)
+
+
+def path(metavar: str):
+    return parsed(usable_path, metavar)
 
 
 def boolean(word: str) -> bool:
@@ -124,9 +158,8 @@ def num_bytes(word: str) -> int:
     return int(float(size[1]) * {"GiB": 2**30, "GB": 10**9}[size[2]])
 
 
-whole = number(int, "N", "a whole number of at least 1", lambda n: n >= 1)
-whole_or_zero = number(int, "N", "a whole number of at least 0", lambda n: n >= 0)
+whole = number(int, "N", "a whole number from 1 to 2147483647", lambda n: 1 <= n < 2**31)
+whole_or_zero = number(int, "N", "a whole number from 0 to 2147483647", lambda n: 0 <= n < 2**31)
 positive = number(float, "X", "a finite number above 0", lambda x: 0 < x < float("inf"))
 fraction = number(float, "X", "a number between 0 and 1", lambda x: 0 < x < 1)
 at_least_zero = number(float, "X", "a finite number of at least 0", lambda x: 0 <= x < float("inf"))
-seed = number(int, "N", "a whole number from 0 to 2147483647", lambda n: 0 <= n < 2**31)

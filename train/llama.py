@@ -1,9 +1,10 @@
 """The training command: `python -m train.llama --mesh seq=8`; exit code 2 where an argument cannot work."""
 
+import json
 import sys
 from collections.abc import Sequence
 
-from train.config import parse
+from train.config import parse, settings_of
 from train.flags import InputError
 
 
@@ -11,12 +12,16 @@ def main(arguments: Sequence[str]) -> int:
     """Trains as the arguments say and returns the exit code."""
     try:
         config = parse(arguments)
+        if config.print_config:
+            print(json.dumps(settings_of(config), indent=2))
+            return 0
         # After the parse, so that --help and a wrong flag need not wait for JAX.
         from train.loop import run
 
         run(config, command=["python", "-m", "train.llama", *arguments])
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        # One line also where a value, such as the name of a file, has more.
+        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

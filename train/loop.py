@@ -3,30 +3,33 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
-from distflash_jax import overlap, which_implementation, xla_flags
+from distflash_jax import overlap, schedule, which_implementation, xla_flags
+from distflash_jax.cost import MACHINES, Shape
+from distflash_jax.timeline import Timeline, simulate
 from models import huggingface
 from train import data
 from train.checkpoint import Checkpoints
-from train.config import Config, open_run_dir, run_dir_of
+from train.config import Config, check_run_dir, open_run_dir, run_dir_of, settings_of
 from train.evaluation import Evaluation
 from train.flags import InputError, StepRange
 from train.interrupt import Interrupt
 from train.mesh import describe, make_mesh, peak_memory
-from train.plan import dry_run, explain_exhaustion
+from train.plan import dry_run, explain_exhaustion, ideal_seconds
 from train.program import build_program
-from train.report import Report, say
+from train.report import Clock, Report, say
 from train.sharding import bytes_per_device
+from train.sinks import Sink, TensorBoard, Tracker
 from train.step import Program, TrainState
 
 
@@ -35,6 +38,7 @@ def run(config: Config, command: list[str]) -> None:
 
     With `config.dry_run` it prints what a step needs, and that is all.
     """
+    clock = Clock()
     # Orbax logs at length what `Checkpoints.notes` says in a line.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     xla_flags.apply(xla_flags.choose() | (xla_flags.PROFILING if config.profile_steps is not None else {}))
@@ -43,9 +47,11 @@ def run(config: Config, command: list[str]) -> None:
     if config.dry_run:
         print(dry_run(config, mesh))
         return
-    opened = data.open_data(config, cache=run_dir_of(config) / "tokens")
-    batches = data.Batches(opened.training, batch_size=config.batch_size, seed=config.seed)
-    evaluation = _make_evaluation(config, opened)
+    check_run_dir(config)
+    with clock.phase("data"):
+        opened = data.open_data(config, cache=run_dir_of(config) / "tokens")
+        batches = data.Batches(opened.training, batch_size=config.batch_size, seed=config.seed)
+        evaluation = _make_evaluation(config, opened)
     program = build_program(config, mesh)
     run_dir = open_run_dir(config)
     _introduce(config, mesh, opened, evaluation, run_dir)
@@ -55,37 +61,48 @@ def run(config: Config, command: list[str]) -> None:
     with (
         explain_exhaustion(config, program, mesh),
         Interrupt(lambda: say("stopping after this step; a second signal leaves at once")) as interrupt,
-        contextlib.closing(Checkpoints(run_dir / "checkpoints")) as checkpoints,
+        _open_checkpoints(run_dir, clock) as checkpoints,
     ):
-        start, state = _start(config, program, checkpoints, batches)
+        start, state = _start(config, program, checkpoints, batches, clock)
         if start >= config.steps:
             say(f"finished before: {start} of {config.steps} steps are done; a larger --steps continues")
             return
         done = start
         with (
-            Report(run_dir, first_step=start + 1, num_steps=config.steps) as report,
+            Report(
+                clock,
+                _make_sinks(config, run_dir, first_step=start + 1),
+                first_step=start + 1,
+                num_steps=config.steps,
+                ideal_seconds=ideal_seconds(config, mesh),
+            ) as report,
             Profile(config.profile_steps, run_dir) as profile,
         ):
+            with clock.phase("compile"):
+                take_step, evaluate = _compile(config, program, evaluation)
             while done < config.steps and not interrupt.requested:
                 done += 1
                 with profile.step(done):
-                    batch = jax.device_put(next(batches), program.batch_sharding)
-                    if done == start + 1 and config.platform == "cuda" and config.mesh.seq > 1:
-                        # The call below runs what is compiled here.
-                        _tell_of_exposed(program.step.lower(state, batch).compile().as_text())
-                    state, metrics = program.step(state, batch)
-                    metrics = jax.device_get(metrics)
-                report.step(done, {name: value.item() for name, value in metrics.items()})
+                    with clock.phase("data"):
+                        batch = jax.device_put(next(batches), program.batch_sharding)
+                    with clock.phase("step"):
+                        state, metrics = take_step(state, batch)
+                        metrics = jax.device_get(metrics)
+                report.step(done, {name: value.item() for name, value in metrics.items()} | _memory(mesh))
                 if done % config.save_every == 0:
-                    checkpoints.save(done, state, batches.position)
-                if evaluation is not None and (done == config.steps or done % (config.eval_every or config.steps) == 0):
-                    report.evaluation(done, evaluation(functools.partial(_token_losses, program, state)))
+                    with clock.phase("save"):
+                        checkpoints.save(done, state, batches.position)
+                if evaluate is not None and (done == config.steps or done % (config.eval_every or config.steps) == 0):
+                    with clock.phase("evaluate"):
+                        metrics = evaluate(state)
+                    report.evaluation(done, metrics)
         if done > start and done % config.save_every != 0:
-            checkpoints.save(done, state, batches.position)
+            with clock.phase("save"):
+                checkpoints.save(done, state, batches.position)
     _conclude(report, done, config, run_dir, command)
-    peak = peak_memory(mesh)
-    if peak is not None:
-        say(f"memory    {peak / 2**30:.2f} GiB at most on a device; --dry-run tells what for")
+    if memory := _memory(mesh):
+        say(f"memory    {memory['peak_memory_gib']:.2f} GiB at most on a device; --dry-run tells what for")
+    _tell_of_time(clock, run_dir, steps=(start + 1, done))
 
 
 class Profile:
@@ -120,13 +137,12 @@ class Profile:
 
 
 def _resolve(config: Config, mesh: Mesh) -> Config:
-    """The configuration with what was left to the machine (platform, dtype) and to the model (lr) decided."""
+    """The configuration with what was left to the machine decided: platform and dtype."""
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return dataclasses.replace(
         config,
         platform="cpu" if is_cpu else "cuda",
         dtype=config.dtype or ("float32" if is_cpu else "bfloat16"),
-        lr=config.lr or {None: 2e-5, "tiny": 6e-3}.get(config.model, 3e-4),
     )
 
 
@@ -141,8 +157,49 @@ def _make_evaluation(config: Config, opened: data.Data) -> Evaluation | None:
     )
 
 
-def _token_losses(program: Program, state: TrainState, batch: dict[str, np.ndarray]) -> np.ndarray:
-    return jax.device_get(program.token_losses(state.params, jax.device_put(batch, program.batch_sharding)))
+def _compile(config: Config, program: Program, evaluation: Evaluation | None) -> tuple[Callable, Callable | None]:
+    """The step and, if there is one, the evaluation of a state: compiled ahead, so that no step takes longer."""
+    ids = jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32, sharding=program.batch_sharding)
+    batch = {"tokens": ids, "labels": ids}
+    step = program.step.lower(program.state_struct, batch).compile()
+    if config.platform == "cuda" and config.mesh.seq > 1:
+        _tell_of_exposed(step.as_text())
+    if evaluation is None:
+        return step, None
+    token_losses = program.token_losses.lower(program.state_struct.params, batch).compile()
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        place = functools.partial(jax.device_put, device=program.batch_sharding)
+        return evaluation(lambda batch: jax.device_get(token_losses(state.params, place(batch))))
+
+    return step, evaluate
+
+
+def _make_sinks(config: Config, run_dir: Path, *, first_step: int) -> list[Sink]:
+    settings = settings_of(config)
+    tensorboard = TensorBoard(run_dir, first_step=first_step)
+    if first_step == 1:
+        tensorboard.describe(settings, _timeline(config))
+    trackers = [] if config.log is None else [Tracker(config.log, run_dir, first_step=first_step, settings=settings)]
+    return [tensorboard, *trackers]
+
+
+def _timeline(config: Config) -> Timeline:
+    """When the attention of a device's rows and heads would run on H200s, whose rates hold for what is drawn: a head
+    dim of 128, and chunks of 4096 tokens or more.
+    """
+    machine, mesh, model = MACHINES["h200-nvlink"], config.mesh, config.llama
+    heads, kv_heads = (n // mesh.tensor for n in (model.num_attention_heads, model.num_key_value_heads))
+    rows = config.batch_size // (mesh.data * config.accumulate)
+    shape = Shape(max(config.seq_len, 4096 * mesh.seq), heads, kv_heads, machine.head_dim, rows)
+    table = schedule.choose(config.strategy, mesh.seq, kv_heads=kv_heads)
+    return simulate(table, shape, machine, ("forward", "backward"))
+
+
+def _memory(mesh: Mesh) -> dict[str, float]:
+    """The most memory that a device had in use so far, where JAX knows it."""
+    peak = peak_memory(mesh)
+    return {} if peak is None else {"peak_memory_gib": peak / 2**30}
 
 
 def _introduce(config: Config, mesh: Mesh, opened: data.Data, evaluation: Evaluation | None, run_dir: Path) -> None:
@@ -166,32 +223,56 @@ def _introduce(config: Config, mesh: Mesh, opened: data.Data, evaluation: Evalua
     say(f"run-dir   {run_dir}")
 
 
-def _start(config: Config, program: Program, checkpoints: Checkpoints, batches: data.Batches) -> tuple[int, TrainState]:
+@contextlib.contextmanager
+def _open_checkpoints(run_dir: Path, clock: Clock) -> Iterator[Checkpoints]:
+    checkpoints = Checkpoints(run_dir / "checkpoints")
+    try:
+        yield checkpoints
+    finally:
+        with clock.phase("save"):
+            checkpoints.close()
+
+
+def _start(
+    config: Config, program: Program, checkpoints: Checkpoints, batches: data.Batches, clock: Clock
+) -> tuple[int, TrainState]:
     """Returns the steps done and the state after them, with `batches` at the batch that comes next."""
     restored = checkpoints.restore(program.state_struct)
     for note in checkpoints.notes:
         say(note)
     if restored is None:
-        return 0, program.init() if config.init_from is None else _imported(config.init_from, program)
+        with clock.phase("compile"):
+            init = program.init.lower().compile()
+        return 0, init() if config.init_from is None else _imported(config.init_from, program, init)
     step, state, batches.position = restored
     say(f"resuming after step {step}")
     return step, state
 
 
-def _imported(directory: Path, program: Program) -> TrainState:
+def _imported(directory: Path, program: Program, init: Callable[[], TrainState]) -> TrainState:
     """The state of step 0 with the parameters of a Hugging Face folder, which is checked before anything is made."""
     try:
         params = huggingface.load(directory, program.state_struct.params)
     except ValueError as error:
         raise InputError(f"--init-from {directory}: {error}") from error
     say(f"weights   {directory}")
-    return dataclasses.replace(program.init(), params=params)
+    return dataclasses.replace(init(), params=params)
 
 
 def _tell_of_exposed(compiled_text: str | None) -> None:
     """One line if the step that was compiled waits for messages of attention."""
     if compiled_text and (warning := overlap.warning(compiled_text)):
         say(f"warning   {warning}")
+
+
+def _tell_of_time(clock: Clock, run_dir: Path, *, steps: tuple[int, int]) -> None:
+    """One line, and the same as a line of JSON that is added to time.jsonl, which so has one for each session."""
+    spent = clock.spent
+    seconds = {phase: nanoseconds / 1e9 for phase, nanoseconds in spent.items()}
+    total = sum(spent.values()) / 1e9
+    say(f"time      {total:.1f} s: " + ", ".join(f"{phase} {part:.1f}" for phase, part in seconds.items()))
+    with (run_dir / "time.jsonl").open("a") as file:
+        file.write(json.dumps({"first_step": steps[0], "last_step": steps[1], "total": total, **seconds}) + "\n")
 
 
 def _conclude(report: Report, done: int, config: Config, run_dir: Path, command: list[str]) -> None:

@@ -1,5 +1,6 @@
 """Starts JAX on the devices that the mesh needs: GPUs, or virtual CPU devices where there is no GPU."""
 
+import importlib.metadata
 import os
 from pathlib import Path
 
@@ -26,11 +27,13 @@ def make_mesh(shape: MeshShape, platform: Platform) -> Mesh:
         devices = jax.devices()
     # JAX fails an assertion where the plugin of an asked platform is not installed.
     except (RuntimeError, AssertionError):
-        raise InputError(f"--platform {platform}: cpu or auto, as JAX finds no {platform} device") from None
-    if platform == "auto" and devices[0].platform == "cpu" and has_nvidia_gpu():
+        advice = cuda_advice()
         raise InputError(
-            "--platform auto: a JAX with CUDA on this machine with an NVIDIA GPU "
-            "(pip install 'distflash_jax[cuda12]' or [cuda13]), or --platform cpu"
+            f"--platform {platform}: cpu or auto, as JAX finds no {platform} device{f'; {advice}' if advice else ''}"
+        ) from None
+    if platform == "auto" and devices[0].platform == "cpu" and (advice := cuda_advice()):
+        raise InputError(
+            f"--platform auto: with the NVIDIA GPU of this machine, which JAX lacks; {advice}, or --platform cpu"
         )
     if len(devices) < shape.num_devices:
         raise InputError(
@@ -65,6 +68,15 @@ def peak_memory(mesh: Mesh) -> int | None:
     return stats and stats.get("peak_bytes_in_use")
 
 
+def cuda_advice() -> str | None:
+    """What to do where JAX does not find the NVIDIA GPU of this machine; None where Linux shows none."""
+    if not has_nvidia_gpu():
+        return None
+    if any("cuda" in plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")):
+        return "JAX's CUDA plugin finds no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return "make cuda13, or pip install 'distflash_jax[cuda13]' (with an older driver cuda12)"
+
+
 def has_nvidia_gpu() -> bool:
     """Whether Linux shows one, whatever JAX finds."""
-    return any(Path("/proc/driver/nvidia/gpus").glob("*"))
+    return any(Path("/proc/driver/nvidia/gpus").glob("*")) or any(Path("/dev").glob("nvidia[0-9]*"))

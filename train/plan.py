@@ -5,7 +5,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -218,11 +218,21 @@ def _speed(config: Config, mesh: Mesh) -> list[tuple[str, str]]:
     rows = [
         ("FLOPs a step", f"{(dense + attention) / mesh.size:.3e} ({attention / (dense + attention):.0%} attention)")
     ]
-    peak = peak_flops(kind)
-    if peak is None or config.dtype != "bfloat16":
+    ideal = ideal_seconds(config, mesh)
+    if ideal is None:
         return [*rows, ("seconds a step", f"unknown: no peak FLOP/s known of {kind} in {config.dtype}")]
-    utilisation = (dense + attention) / (mesh.size * peak * seconds)
-    return [*rows, ("seconds a step", f"{seconds:.3g}, if messages hide"), ("utilisation", f"{utilisation:.0%}")]
+    return [*rows, ("seconds a step", f"{seconds:.3g}, if messages hide"), ("utilisation", f"{ideal / seconds:.0%}")]
+
+
+def ideal_seconds(config: Config, mesh: Mesh) -> float | None:
+    """Seconds in which all devices at their peak do a step's FLOPs: as a share of those it took, the utilisation.
+
+    What is done twice to save memory, and scores that the causal mask hides, count nothing. None where no peak is
+    known, as of CPUs.
+    """
+    peak = peak_flops(mesh.devices.flat[0].device_kind, cast(str, config.dtype))
+    flops = sum(step_flops(config.llama, batch_size=config.batch_size, seq_len=config.seq_len))
+    return peak and flops / (mesh.size * peak)
 
 
 def _gib(size: float) -> str:

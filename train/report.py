@@ -1,36 +1,92 @@
-"""Progress: a live line on a terminal, a JSON line a step elsewhere, and TensorBoard scalars in any case."""
+"""Progress: a live line on a terminal, a JSON line a step elsewhere, scalars in any case, and where the time went."""
 
+import contextlib
 import json
 import math
 import statistics
 import sys
 import time
 from collections import deque
-from pathlib import Path
-from typing import Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, Self, get_args
 
 import rich.console
 import rich.progress
-import tensorboardX
+
+from train.sinks import Sink
 
 _AVERAGED = 10
 
+Phase = Literal["compile", "data", "step", "save", "evaluate", "other"]
 
-class Report:
-    """Counts steps and seconds; the first step of a session is left out of the speed, as it compiles.
 
-    JSON lines go to stdout and sentences to stderr, so that a pipe receives nothing but JSON.
+class Clock:
+    """What the time since its creation went to: every moment belongs to one phase, so the parts make up the whole.
+
+    A phase inside another is no part of the outer one; what is in none is `other`.
+
+    Args:
+      now: nanoseconds of a clock that never goes back.
     """
 
-    def __init__(self, run_dir: Path, *, first_step: int, num_steps: int) -> None:
+    def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._now = now
+        self._spent: dict[Phase, int] = dict.fromkeys(get_args(Phase), 0)
+        self._phase: Phase = "other"
+        self._since = now()
+
+    @contextlib.contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """What is done inside belongs to this phase."""
+        outer = self._phase
+        self._enter(phase)
+        try:
+            yield
+        finally:
+            self._enter(outer)
+
+    @property
+    def spent(self) -> dict[Phase, int]:
+        """Nanoseconds of each phase up to now."""
+        self._enter(self._phase)
+        return dict(self._spent)
+
+    def _enter(self, phase: Phase) -> None:
+        now = self._now()
+        self._spent[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+
+class Report:
+    """Tells of steps and evaluations, and hands their numbers on to sinks.
+
+    JSON lines go to stdout and sentences to stderr, so that a pipe receives nothing but JSON.
+
+    Args:
+      clock: its phases data and step tell how long a step took.
+      ideal_seconds: of a step at the peak of all devices; None leaves out the utilisation.
+    """
+
+    def __init__(
+        self, clock: Clock, sinks: Sequence[Sink], *, first_step: int, num_steps: int, ideal_seconds: float | None
+    ) -> None:
+        self._clock = clock
+        self._sinks = sinks
         self._num_steps = num_steps
-        self._scalars = tensorboardX.SummaryWriter(str(run_dir), purge_step=first_step if first_step > 1 else None)
+        self._ideal_seconds = ideal_seconds
         self._live = _live_line() if sys.stdout.isatty() else None
         self._task = self._live and self._live.add_task(
-            "", total=num_steps, completed=first_step - 1, loss=math.nan, evaluated="", speed=0.0, left="compiling"
+            "",
+            total=num_steps,
+            completed=first_step - 1,
+            loss=math.nan,
+            evaluated="",
+            speed=0.0,
+            used="",
+            left="   compiling",
         )
         self._seconds: deque[float] = deque(maxlen=50)
-        self._clock = time.perf_counter()
+        self._spent = clock.spent
         self.losses: list[float] = []
         self.speeds: list[float] = []
 
@@ -42,41 +98,50 @@ class Report:
     def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
-        self._scalars.close()
+        for sink in self._sinks:
+            sink.close()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Tells of one finished step; `metrics` holds at least loss and num_tokens."""
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
-        if self.losses:
-            self._seconds.append(seconds)
-            self.speeds.append(metrics["num_tokens"] / seconds)
+        """Tells of one finished step; `metrics` holds at least loss and num_tokens.
+
+        Added are step_seconds, data_seconds (those that the step waited for its batch), tokens_per_second over
+        both, and utilisation: of the devices' peak, the share that the model's FLOPs need in that time.
+        """
+        spent, before = self._clock.spent, self._spent
+        self._spent = spent
+        data_seconds, step_seconds = ((spent[phase] - before[phase]) / 1e9 for phase in ("data", "step"))
+        seconds = data_seconds + step_seconds
+        self._seconds.append(seconds)
+        self.speeds.append(metrics["num_tokens"] / seconds)
         self.losses.append(metrics["loss"])
-        left = (self._num_steps - step) * statistics.median(self._seconds or [seconds])
-        metrics = {"loss": metrics["loss"], "tokens_per_second": metrics["num_tokens"] / seconds} | metrics
-        self._add_scalars(step, metrics)
+        left = (self._num_steps - step) * statistics.median(self._seconds)
+        metrics = {"loss": metrics["loss"], "tokens_per_second": self.speeds[-1]} | metrics
+        metrics |= {"step_seconds": step_seconds, "data_seconds": data_seconds}
+        if self._ideal_seconds is not None:
+            metrics["utilisation"] = self._ideal_seconds / seconds
+        self._pass_on(step, metrics)
         if self._live and self._task is not None:
             fields = {
                 "loss": metrics["loss"],
                 "speed": metrics["tokens_per_second"],
-                "left": f"{left:.0f} s left",
+                "used": f"   {metrics['utilisation']:.0%} of peak" if "utilisation" in metrics else "",
+                "left": f"   {left:.0f} s left",
             }
             self._live.update(self._task, completed=step, **fields)
         else:
             _print_line({"step": step, **metrics, "seconds_left": left})
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Tells of an evaluation after a step, whose time is not the next step's; `metrics` holds eval_loss."""
-        self._add_scalars(step, metrics)
+        """Tells of an evaluation after a step; `metrics` holds eval_loss."""
+        self._pass_on(step, metrics)
         if self._live and self._task is not None:
             self._live.update(self._task, evaluated=f" (eval {metrics['eval_loss']:.3f})")
         else:
             _print_line({"step": step, **metrics})
-        self._clock = time.perf_counter()
 
-    def _add_scalars(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._scalars.add_scalar(name, value, step)
+    def _pass_on(self, step: int, metrics: dict[str, float]) -> None:
+        for sink in self._sinks:
+            sink.scalars(step, metrics)
 
     @property
     def summary(self) -> str:
@@ -85,7 +150,7 @@ class Report:
         return (
             f"loss {self.losses[0]:.3f} -> {statistics.fmean(last):.3f} "
             f"(mean of the last {len(last)} of {len(self.losses)} steps), "
-            f"{statistics.median(self.speeds or [0]):,.0f} tokens/s"
+            f"{statistics.median(self.speeds):,.0f} tokens/s"
         )
 
 
@@ -103,7 +168,7 @@ def _live_line() -> rich.progress.Progress:
         rich.progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
         rich.progress.BarColumn(),
         rich.progress.TextColumn(
-            "loss {task.fields[loss]:.3f}{task.fields[evaluated]}   {task.fields[speed]:,.0f} tokens/s   "
-            "{task.fields[left]}"
+            "loss {task.fields[loss]:.3f}{task.fields[evaluated]}   {task.fields[speed]:,.0f} tokens/s"
+            "{task.fields[used]}{task.fields[left]}"
         ),
     )

@@ -161,6 +161,9 @@ def build(
         hidden = model(batch["tokens"])
         return token_losses(hidden, model.head, batch["labels"], mesh=mesh, chunk=loss_chunk)
 
+    def token_losses_of(params: Params, batch: Batch) -> Float32[Array, "B T"]:
+        return losses_of(params, batch)[0]
+
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         num_tokens = jnp.sum(batch["labels"] != IGNORED, dtype=jnp.int32)
         # Known before the first micro-batch, so that each can divide by the tokens of them all.
@@ -190,7 +193,7 @@ def build(
             donate_argnums=0,
         ),
         token_losses=jax.jit(
-            lambda params, batch: losses_of(params, batch)[0],
+            token_losses_of,
             in_shardings=(shardings.params, batch_shardings),
             out_shardings=batch_sharding,
         ),
