@@ -12,9 +12,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = parse(arguments)
         # After the parse, so that --help and a wrong flag need not wait for JAX.
+        from train.distributed import find_job, joined
         from train.loop import run
 
-        run(config, command=["python", "-m", "train.llama", *arguments])
+        with joined(find_job(config)):
+            run(config, command=["python", "-m", "train.llama", *arguments])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from distflash_jax import overlap, which_implementation, xla_flags
 from models import huggingface
-from train import data
+from train import data, distributed
 from train.checkpoint import Checkpoints
 from train.config import Config, open_run_dir, run_dir_of
 from train.evaluation import Evaluation
@@ -37,17 +37,20 @@ def run(config: Config, command: list[str]) -> None:
     """
     # Orbax logs at length what `Checkpoints.notes` says in a line.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    xla_flags.apply(xla_flags.choose() | (xla_flags.PROFILING if config.profile_steps is not None else {}))
+    flags = xla_flags.choose(num_processes=distributed.num_processes())
+    xla_flags.apply(flags | (xla_flags.PROFILING if config.profile_steps is not None else {}))
     mesh = make_mesh(config.mesh, config.platform)
     config = _resolve(config, mesh)
     if config.dry_run:
         print(dry_run(config, mesh))
         return
-    opened = data.open_data(config, cache=run_dir_of(config) / "tokens")
-    batches = data.Batches(opened.training, batch_size=config.batch_size, seed=config.seed)
+    opened = distributed.first_alone("data", lambda: data.open_data(config, cache=run_dir_of(config) / "tokens"))
     evaluation = _make_evaluation(config, opened)
     program = build_program(config, mesh)
-    run_dir = open_run_dir(config)
+    shape = (config.batch_size, config.seq_len)
+    part = distributed.part_of(program.batch_sharding, shape)
+    batches = data.Batches(opened.training, batch_size=config.batch_size, seed=config.seed, part=part)
+    run_dir = distributed.first_alone("run-dir", lambda: open_run_dir(config, is_first=distributed.is_first()))
     _introduce(config, mesh, opened, evaluation, run_dir)
     size = bytes_per_device(program.state_struct)
     parts = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state_struct)) / size
@@ -64,12 +67,12 @@ def run(config: Config, command: list[str]) -> None:
         done = start
         with (
             Report(run_dir, first_step=start + 1, num_steps=config.steps) as report,
-            Profile(config.profile_steps, run_dir) as profile,
+            Profile(config.profile_steps if distributed.is_first() else None, run_dir) as profile,
         ):
-            while done < config.steps and not interrupt.requested:
+            while done < config.steps and not distributed.any_process(interrupt.requested):
                 done += 1
                 with profile.step(done):
-                    batch = jax.device_put(next(batches), program.batch_sharding)
+                    batch = distributed.place(next(batches), program.batch_sharding, shape)
                     if done == start + 1 and config.platform == "cuda" and config.mesh.seq > 1:
                         # The call below runs what is compiled here.
                         _tell_of_exposed(program.step.lower(state, batch).compile().as_text())
@@ -142,7 +145,8 @@ def _make_evaluation(config: Config, opened: data.Data) -> Evaluation | None:
 
 
 def _token_losses(program: Program, state: TrainState, batch: dict[str, np.ndarray]) -> np.ndarray:
-    return jax.device_get(program.token_losses(state.params, jax.device_put(batch, program.batch_sharding)))
+    placed = distributed.place(batch, program.batch_sharding, batch["tokens"].shape)
+    return distributed.gather(program.token_losses(state.params, placed))
 
 
 def _introduce(config: Config, mesh: Mesh, opened: data.Data, evaluation: Evaluation | None, run_dir: Path) -> None:

@@ -13,6 +13,8 @@ import rich.console
 import rich.progress
 import tensorboardX
 
+from train import distributed
+
 _AVERAGED = 10
 
 
@@ -24,7 +26,9 @@ class Report:
 
     def __init__(self, run_dir: Path, *, first_step: int, num_steps: int) -> None:
         self._num_steps = num_steps
-        self._scalars = tensorboardX.SummaryWriter(str(run_dir), purge_step=first_step if first_step > 1 else None)
+        self._scalars = tensorboardX.SummaryWriter(
+            str(run_dir), purge_step=first_step if first_step > 1 else None, write_to_disk=distributed.is_first()
+        )
         self._live = _live_line() if sys.stdout.isatty() else None
         self._task = self._live and self._live.add_task(
             "", total=num_steps, completed=first_step - 1, loss=math.nan, evaluated="", speed=0.0, left="compiling"
@@ -90,7 +94,9 @@ class Report:
 
 
 def say(sentence: str) -> None:
-    """A line for people, on stderr; above the live line where there is one."""
+    """A line for people, on stderr, from the first process alone; above the live line where there is one."""
+    if not distributed.is_first():
+        return
     rich.console.Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)
 
 
