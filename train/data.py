@@ -14,6 +14,7 @@ import grain
 import numpy as np
 
 from train.config import Config
+from train.distributed import WHOLE, Part
 from train.flags import InputError
 from train.loss import IGNORED
 from train.report import say
@@ -25,10 +26,6 @@ _SECONDS_BETWEEN_NOTES = 5
 # Counts the changes of what `load` makes of the same files and tokenizer.
 _CACHE_VERSION = 1
 _BYTES = ByteTokenizer()
-
-# Rows and columns of a batch.
-Part = tuple[slice, slice]
-_WHOLE = (slice(None), slice(None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +137,7 @@ class Batches:
         position are those of whole batches.
     """
 
-    def __init__(self, shares: Sequence[Share], *, batch_size: int, seed: int, part: Part = _WHOLE) -> None:
+    def __init__(self, shares: Sequence[Share], *, batch_size: int, seed: int, part: Part = WHOLE) -> None:
         self._shares = shares
         self._part = part
         numbers = [_numbers(i, len(share.rows), seed + i) for i, share in enumerate(shares)]

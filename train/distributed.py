@@ -5,12 +5,13 @@ SLURM (srun), Open MPI and Kubernetes tell JAX who takes part; elsewhere --coord
 """
 
 import contextlib
+import functools
 import os
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,6 +29,10 @@ _HEARTBEAT_SECONDS = 20
 _SHUTDOWN_SECONDS = 10
 _FIRST_ALONE_SECONDS = 24 * 3600
 _LOOPBACK = ("localhost", "127.0.0.1")
+
+# Rows and columns of a batch.
+Part = tuple[slice, slice]
+WHOLE: Part = (slice(None), slice(None))
 
 
 class Job(NamedTuple):
@@ -186,23 +191,31 @@ def any_process(flag: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
-def part_of(sharding: Sharding, shape: tuple[int, int]) -> tuple[slice, slice]:
-    """Rows and columns of a global array between the first and the last that devices of this process hold."""
-    blocks = [
-        [index.indices(size)[:2] for index, size in zip(block, shape, strict=True)]
-        for block in sharding.addressable_devices_indices_map(shape).values()
-        if block is not None
-    ]
-    rows, columns = (
-        slice(min(starts), max(stops))
-        for starts, stops in (zip(*dim, strict=True) for dim in zip(*blocks, strict=True))
-    )
-    return rows, columns
+def part_of(sharding: Sharding, shape: tuple[int, int]) -> Part:
+    """Rows and columns of a global array from the first to the last that devices of this process hold."""
+
+    def hull(axis: int) -> slice:
+        ends = [index[axis].indices(shape[axis])[:2] for index in indices.values() if index is not None]
+        return slice(min(first for first, _ in ends), max(last for _, last in ends))
+
+    indices = sharding.addressable_devices_indices_map(shape)
+    return hull(0), hull(1)
 
 
-def place(batch: dict[str, np.ndarray], sharding: Sharding, shape: tuple[int, int]) -> dict[str, jax.Array]:
-    """Global arrays of this shape; every process gives its part, or all of them the whole."""
-    return {name: jax.make_array_from_process_local_data(sharding, part, shape) for name, part in batch.items()}
+def place(
+    batch: dict[str, np.ndarray], sharding: Sharding, shape: tuple[int, int], part: Part = WHOLE
+) -> dict[str, jax.Array]:
+    """Global arrays of this shape, of which each process gives a part that holds at least its own."""
+    offsets = [given.start or 0 for given in part]
+
+    def block(array: np.ndarray, index: Any) -> np.ndarray:
+        ends = [own.indices(size)[:2] for own, size in zip(index, shape, strict=True)]
+        return array[tuple(slice(a - offset, b - offset) for (a, b), offset in zip(ends, offsets, strict=True))]
+
+    return {
+        name: jax.make_array_from_callback(shape, sharding, functools.partial(block, array))
+        for name, array in batch.items()
+    }
 
 
 def gather(array: jax.Array) -> np.ndarray:

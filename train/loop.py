@@ -72,7 +72,7 @@ def run(config: Config, command: list[str]) -> None:
             while done < config.steps and not distributed.any_process(interrupt.requested):
                 done += 1
                 with profile.step(done):
-                    batch = distributed.place(next(batches), program.batch_sharding, shape)
+                    batch = distributed.place(next(batches), program.batch_sharding, shape, part)
                     if done == start + 1 and config.platform == "cuda" and config.mesh.seq > 1:
                         # The call below runs what is compiled here.
                         _tell_of_exposed(program.step.lower(state, batch).compile().as_text())
