@@ -23,6 +23,7 @@ from jax.sharding import Sharding
 from train.config import Config
 from train.flags import InputError
 
+_MEETING_SECONDS = 300
 # A process that died is missed after so many seconds, by which all others end too.
 _HEARTBEAT_SECONDS = 20
 # One that leaves with an error waits so long for others, who are in a collective and wait for it.
@@ -60,16 +61,18 @@ def find_job(config: Config) -> Job | None:
         return None
     try:
         coordinator, count, index, devices = ClusterEnv.auto_detect_unset_distributed_params(
-            None, None, None, None, None, None
+            None, None, None, None, None, _MEETING_SECONDS
         )
     # Each kind of cluster has its own errors: of a client of Kubernetes, of mpi4py, of a name that is missing.
     except Exception as error:
-        raise _cannot_meet(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+        raise _cannot_meet(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     if coordinator is None or count is None or index is None:
         if is_kubernetes:
             raise _cannot_meet("the package kubernetes is not installed")
         return None
-    return Job(coordinator, count, index, None if devices is None else list(devices)) if count > 1 else None
+    if "JAX_LOCAL_DEVICE_IDS" in os.environ:  # which JAX reads as it joins
+        devices = None
+    return Job(coordinator, count, index, list(devices) if devices else None) if count > 1 else None
 
 
 def _cannot_meet(reason: str) -> InputError:
@@ -80,7 +83,7 @@ def _cannot_meet(reason: str) -> InputError:
 
 
 @contextlib.contextmanager
-def joined(job: Job | None, seconds: float = 300) -> Iterator[None]:
+def joined(job: Job | None, seconds: float = _MEETING_SECONDS) -> Iterator[None]:
     """Makes this process one of the job's for the time of a run; only the first has a stdout.
 
     Must begin before JAX starts. Ends the process with exit code 2 and one line if they have not met in time.
