@@ -173,3 +173,44 @@ def test_two_processes_train_as_one_and_a_signal_to_either_stops_both_with_a_che
     for name in ("loss", "grad_norm", "eval_loss"):
         expected = values(whole, name)
         assert values(out + resumed, name) == pytest.approx(expected, rel=1e-6, abs=1e-6), name
+
+
+# Saves two steps, damages what process 1 wrote of the second, and restores.
+DAMAGED_IN_PART = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec as P
+from train.checkpoint import Checkpoints
+from train.distributed import Job, is_first, joined
+from train.flags import MeshShape
+from train.mesh import make_mesh
+
+folder, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+with joined(Job("localhost:" + port, 2, process_id)):
+    sharding = NamedSharding(make_mesh(MeshShape(seq=2), "cpu"), P("seq"))
+    make = jax.jit(lambda step: {"x": jnp.arange(4096.0) + step}, out_shardings=sharding)
+    checkpoints = Checkpoints(folder)
+    for step in (1, 2):
+        checkpoints.save(step, make(step), {"step": step})
+    checkpoints.close()
+    if is_first():
+        (data,) = (folder / "2" / "state" / "ocdbt.process_1" / "d").iterdir()
+        data.write_bytes(data.read_bytes()[:100])
+    multihost_utils.sync_global_devices("damaged")
+    checkpoints = Checkpoints(folder)
+    step, state, position = checkpoints.restore(jax.eval_shape(make, 0))
+    own, expected = (x.addressable_data(0) for x in (state["x"], make(step)["x"]))
+    print(step, position, bool((own == expected).all()), checkpoints.notes)
+"""
+
+
+def test_a_part_that_only_one_process_finds_damaged_leads_both_to_the_older_checkpoint(tmp_path):
+    words = [sys.executable, "-c", DAMAGED_IN_PART, str(tmp_path / "checkpoints"), str(free_port())]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    children = [subprocess.Popen([*words, str(i)], **pipes, text=True, cwd=ROOT) for i in (0, 1)]
+    (out, said), (_, wrong) = (child.communicate(timeout=110) for child in children)
+    assert [child.returncode for child in children] == [0, 0], said + wrong
+    assert out == "1 {'step': 1} True ['checkpoint 2 is not whole, trying an older one (in another process)']\n"
+    assert [path.name for path in (tmp_path / "broken").iterdir()] == ["2"]
