@@ -20,10 +20,10 @@ import numpy as np
 from benchmarks.harness import RESULTS, quantiles, write_rows
 from distflash_jax import xla_flags
 from train.config import Config
-from train.cost import peak_flops, step_flops, step_seconds
+from train.cost import step_flops, step_seconds
 from train.flags import MeshShape
 from train.mesh import make_mesh, peak_memory
-from train.plan import bytes_of, lower_step
+from train.plan import bytes_of, ideal_seconds, lower_step
 from train.program import build_program
 
 _GIB = 2**30
@@ -97,7 +97,7 @@ def measure(
     kind = mesh.devices.flat[0].device_kind
     flops = step_flops(config.llama, batch_size=1, seq_len=case.seq_len)
     predicted = step_seconds(*flops, remat=case.remat, num_devices=mesh.size, device_kind=kind)
-    share = lambda seconds: sum(flops) / (mesh.size * (peak_flops(kind) or float("nan")) * seconds)
+    share = lambda seconds: (ideal_seconds(config, mesh) or float("nan")) / seconds
     times = quantiles(seconds)
     common = {"benchmark": "train_step", "case": case.name, "implementation": case.strategy, "workers": mesh.size}
     common |= {"mode": case.remat}

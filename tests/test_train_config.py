@@ -99,6 +99,12 @@ REFUSED = [
     ("--dry-run=yes", "yes: a flag of this command"),
     ("--no-dry-run", "--no-dry-run: a flag of this command, perhaps --dry-run"),
     ("--größe 3", "--größe: a flag of this command, see --help"),
+    ("--coordinator 10.0.0.1", "--coordinator 10.0.0.1: HOST:PORT with a port from 1 to 65535"),
+    ("--coordinator a:70000", "--coordinator a:70000: HOST:PORT with a port from 1 to 65535"),
+    ("--coordinator a:1", "--coordinator a:1: with --num-processes and --process-id"),
+    ("--process-id 0 --num-processes 2", "--num-processes 2 --process-id 0: with --coordinator"),
+    ("--num-processes 2", "--num-processes 2: with --coordinator and --process-id"),
+    ("--coordinator a:1 --num-processes 2 --process-id 2", "--process-id 2: from 0 to below --num-processes 2"),
     ("--stpes 3", "--stpes: a flag of this command, perhaps --steps"),
     ("--hiden-size=3", "--hiden-size=3: a flag of this command, perhaps --hidden-size"),
     ("now", "now: a flag of this command, see --help"),
@@ -237,6 +243,7 @@ def test_the_default_run_dir_follows_what_matters_and_nothing_else():
     assert default_run_dir(parse(["--steps", "7", "--save-every", "2", "--profile-steps", "1:2"])) == first
     assert default_run_dir(Config(lr=6e-3)) == first
     assert default_run_dir(parse(["--dry-run", "--device-memory", "80GiB"])) == first
+    assert default_run_dir(parse(["--coordinator", "a:1", "--num-processes", "2", "--process-id", "1"])) == first
     for line in ("--lr 1", "--seed 1", "--mesh seq=4", "--hidden-size 64", "--remat none"):
         assert default_run_dir(parse(line.split())) != first
 
@@ -255,6 +262,17 @@ def test_a_run_dir_of_another_configuration_is_refused_with_each_difference(tmp_
     with pytest.raises(InputError, match=r"--hidden-size was None and is 64, --lr was 0\.006 and is 0\.1$"):
         open_run_dir(parse([*own, "--lr", "0.1", "--hidden-size", "64"]))
     assert json.loads((tmp_path / "config.json").read_text())["lr"] == 6e-3
+
+
+def test_processes_other_than_the_first_find_its_run_dir_and_write_nothing(tmp_path):
+    config = parse(["--run-dir", str(tmp_path / "run")])
+    with pytest.raises(InputError, match="a folder that all processes share"):
+        open_run_dir(config, is_first=False)
+    assert not (tmp_path / "run").exists()
+    open_run_dir(config)
+    saved = (tmp_path / "run" / "config.json").stat()
+    assert open_run_dir(config, is_first=False) == tmp_path / "run"
+    assert (tmp_path / "run" / "config.json").stat().st_mtime_ns == saved.st_mtime_ns
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]"])

@@ -22,8 +22,9 @@ def share_of(values, *, seq_len=4, checksum=0, weight=1.0) -> Share:
     return Share(tokens, Rows(tokens.values, seq_len), weight)
 
 
-def batches_over(values, *, seq_len=4, batch_size=2, seed=0, checksum=0) -> Batches:
-    return Batches([share_of(values, seq_len=seq_len, checksum=checksum)], batch_size=batch_size, seed=seed)
+def batches_over(values, *, seq_len=4, batch_size=2, seed=0, checksum=0, **options) -> Batches:
+    shares = [share_of(values, seq_len=seq_len, checksum=checksum)]
+    return Batches(shares, batch_size=batch_size, seed=seed, **options)
 
 
 def test_labels_are_the_next_tokens_and_the_last_position_has_none():
@@ -63,6 +64,17 @@ def test_the_seed_decides_the_order():
 
     np.testing.assert_array_equal(first(1), first(1))
     assert (first(1) != first(2)).any()
+
+
+def test_the_parts_of_several_processes_are_one_batch_and_have_its_position():
+    whole = batches_over(np.arange(64))
+    rows, columns = (slice(0, 1), slice(1, 2)), (slice(0, 2), slice(2, 4))
+    parts = {(i, j): batches_over(np.arange(64), part=(rows[i], columns[j])) for i in (0, 1) for j in (0, 1)}
+    for _ in range(5):
+        read = {key: next(batches) for key, batches in parts.items()}
+        for name, array in next(whole).items():
+            np.testing.assert_array_equal(np.block([[read[i, j][name] for j in (0, 1)] for i in (0, 1)]), array)
+        assert all(batches.position == whole.position for batches in parts.values())
 
 
 @pytest.mark.parametrize("num_seen", [0, 1, 7, 8, 9])

@@ -187,7 +187,7 @@ def test_devices_that_are_not_there_are_refused(found, platform, advice, message
     def devices():
         if found is None:
             raise RuntimeError("Unknown backend\nin lines")
-        return [types.SimpleNamespace(platform=found, device_kind="H200")] * 2
+        return [types.SimpleNamespace(platform=found, device_kind="H200", process_index=0, id=0)] * 2
 
     monkeypatch.setattr(jax, "devices", devices)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)

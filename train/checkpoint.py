@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as orbax
 
+from train import distributed
 from train.flags import InputError
 
 _KEPT = 3
@@ -58,16 +60,20 @@ class Checkpoints:
         """
         steps = self._steps()
         for broken, step in enumerate(steps):
+            found, reason = None, "in another process"
             try:
-                state, position = self._load(step, state_struct)
+                with _alone():
+                    found = self._load(step, state_struct)
             except InputError:
                 raise
             # Orbax, TensorStore and JSON each have their own errors for damaged files, KeyError among them.
             except Exception as error:
-                self.notes.append(f"checkpoint {step} is not whole, trying an older one ({_reason(error)})")
-            else:
+                reason = _reason(error)
+            if distributed.any_process(found is None):
+                self.notes.append(f"checkpoint {step} is not whole, trying an older one ({reason})")
+            elif found is not None:
                 self._move_away(steps[:broken])
-                return step, state, position
+                return step, *found
         if steps:
             raise InputError(
                 f"--run-dir {self._directory.parent}: a folder with a whole checkpoint, "
@@ -151,11 +157,20 @@ class Checkpoints:
                 )
 
     def _move_away(self, steps: list[int]) -> None:
-        for step in steps:
+        for step in steps if distributed.is_first() else ():
             target = self._directory.with_name("broken") / str(step)
             shutil.rmtree(target, ignore_errors=True)
             target.parent.mkdir(exist_ok=True)
             (self._directory / str(step)).rename(target)
+        multihost_utils.sync_global_devices("broken checkpoints are moved away")
+
+
+def _alone() -> orbax.Context:
+    """Reads this process's part without waiting for the others, of which one may find a damaged file."""
+    context = orbax.Context()
+    context.multiprocessing.primary_host = jax.process_index()
+    context.multiprocessing.active_processes = {jax.process_index()}
+    return context
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

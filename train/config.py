@@ -130,6 +130,13 @@ class Config:
     seconds, and the longest sequence that fits."""
     device_memory: Annotated[int | None, flags.parsed(flags.num_bytes, "SIZE")] = None
     """Memory of a device for --dry-run, such as 140GiB; without it: what JAX may use of the GPU."""
+    coordinator: Annotated[str | None, flags.parsed(flags.address, "HOST:PORT")] = None
+    """Where process 0 listens, if the run is one of many processes; without it: what SLURM, Open MPI or
+    Kubernetes say, else a process on its own."""
+    num_processes: Annotated[int | None, flags.whole] = None
+    """Processes of the run, with --coordinator; 1 by itself: a process on its own, whatever started it."""
+    process_id: Annotated[int | None, flags.whole_or_zero] = None
+    """Which of them this one is, from 0, with --coordinator."""
     overrides: Annotated[ModelOverrides, tyro.conf.arg(name="")] = ModelOverrides()
 
     def __post_init__(self) -> None:
@@ -162,6 +169,7 @@ class Config:
             if path is not None and not path.exists():
                 raise InputError(f"{flag} {path}: a file or folder that exists{perhaps_beside(path)}")
         self._check_evaluation()
+        self._check_processes()
         if self.run_dir is not None and self.run_dir.exists() and not self.run_dir.is_dir():
             raise InputError(f"--run-dir {self.run_dir}: a folder, or a name for a new one")
         if self.log is not None and importlib.util.find_spec(self.log) is None:
@@ -174,6 +182,16 @@ class Config:
             for flag, number in (("--eval-every", self.eval_every), ("--eval-batches", self.eval_batches)):
                 if number is not None:
                     raise InputError(f"{flag} {number}: something to evaluate, --eval-data or --eval-fraction")
+
+    def _check_processes(self) -> None:
+        values = (self.coordinator, self.num_processes, self.process_id)
+        given = dict(zip(("--coordinator", "--num-processes", "--process-id"), values, strict=True))
+        missing = [flag for flag, value in given.items() if value is None]
+        if missing and values not in ((None, None, None), (None, 1, None)):
+            words = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
+            raise InputError(f"{words}: with {' and '.join(missing)}")
+        if self.process_id is not None and self.process_id >= (self.num_processes or 1):
+            raise InputError(f"--process-id {self.process_id}: from 0 to below --num-processes {self.num_processes}")
 
     @functools.cached_property
     def origin(self) -> config_json.Json | None:
@@ -301,7 +319,10 @@ def model_of(settings: dict[str, Any]) -> LlamaConfig:
 
 _MAY_CHANGE = {"steps", "save_every", "profile_steps", "eval_data", "eval_every", "eval_batches", "log"}
 # These are not of the training; without run_dir, a run-dir can be moved.
-_NOT_SAVED = ("overrides", "run_dir", "config", "print_config", "dry_run", "device_memory")
+_NOT_SAVED = (
+    *("overrides", "run_dir", "config", "print_config", "dry_run", "device_memory"),
+    *("coordinator", "num_processes", "process_id"),
+)
 
 
 def _to_json(config: Config) -> dict[str, Any]:
@@ -337,14 +358,19 @@ def default_run_dir(config: Config) -> Path:
     return Path("runs") / f"{config.model or cast(Path, config.init_from).resolve().name}-{digest}"
 
 
-def check_run_dir(config: Config) -> None:
+def check_run_dir(config: Config, *, is_first: bool = True) -> None:
     """Finds out at once whether `open_run_dir` will accept the run's folder, which it makes but writes nothing into.
+
+    Args:
+      is_first: of the run's processes; the others have to find what that one wrote.
 
     Raises:
       InputError: the folder holds another configuration, or cannot be written.
     """
     run_dir, settings = run_dir_of(config), settings_of(config)
     path = run_dir / "config.json"
+    if not is_first and not path.exists():
+        raise InputError(f"--run-dir {run_dir}: a folder that all processes share, and process 0 wrote elsewhere")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir):
@@ -364,14 +390,19 @@ def check_run_dir(config: Config) -> None:
         raise InputError(f"--run-dir {run_dir}: a folder of the same configuration; {', '.join(changed)}")
 
 
-def open_run_dir(config: Config) -> Path:
+def open_run_dir(config: Config, *, is_first: bool = True) -> Path:
     """Gives the run's folder its config.json, or accepts the one that holds this configuration.
+
+    Args:
+      is_first: of the run's processes; the others have to find what that one wrote.
 
     Raises:
       InputError: as `check_run_dir`.
     """
-    check_run_dir(config)
+    check_run_dir(config, is_first=is_first)
     run_dir = run_dir_of(config)
+    if not is_first:
+        return run_dir
     path = run_dir / "config.json"
     try:
         partial = path.with_suffix(".partial")

@@ -14,6 +14,7 @@ import grain
 import numpy as np
 
 from train.config import Config
+from train.distributed import WHOLE, Part
 from train.flags import InputError
 from train.loss import IGNORED
 from train.report import say
@@ -130,13 +131,24 @@ class Batches:
 
     Each source is shuffled anew whenever all its rows were drawn; sources take turns in proportion to their
     weights.
+
+    Args:
+      part: rows and columns of each batch that are read and given, those of this process; its order and
+        position are those of whole batches.
     """
 
-    def __init__(self, shares: Sequence[Share], *, batch_size: int, seed: int) -> None:
+    def __init__(self, shares: Sequence[Share], *, batch_size: int, seed: int, part: Part = WHOLE) -> None:
         self._shares = shares
-        rows = _mix(shares, [_shuffle(share.rows, seed + i).repeat() for i, share in enumerate(shares)])
-        batches = rows.batch(batch_size, drop_remainder=True)
+        self._part = part
+        numbers = [_numbers(i, len(share.rows), seed + i) for i, share in enumerate(shares)]
+        batches = _mix(shares, numbers).batch(batch_size, drop_remainder=True).map(self._read)
         self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
+
+    def _read(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """This process's part of the batch of these (source, row) pairs."""
+        rows, columns = self._part
+        read = [self._shares[source].rows[row] for source, row in numbers[rows]]
+        return {name: np.stack([row[name][columns] for row in read]) for name in ("tokens", "labels")}
 
     def __next__(self) -> dict[str, np.ndarray]:
         return next(self._iterator)
@@ -211,12 +223,16 @@ def _tokenizer_of(config: Config) -> Path | None:
 
 def sample(shares: Sequence[Share], seed: int) -> Sequence[dict[str, np.ndarray]]:
     """The rows in a fixed order in which sources take turns as in `Batches`, until one has no more."""
-    rows = _mix(shares, [_shuffle(share.rows, seed + i) for i, share in enumerate(shares)])
+    rows = _mix(
+        shares, [grain.MapDataset.source(share.rows).seed(seed + i).shuffle() for i, share in enumerate(shares)]
+    )
     return cast(Sequence[dict[str, np.ndarray]], rows)
 
 
-def _shuffle(rows: Rows, seed: int) -> grain.MapDataset:
-    return grain.MapDataset.source(rows).seed(seed).shuffle()
+def _numbers(source: int, num_rows: int, seed: int) -> grain.MapDataset:
+    """(source, row) of a source's rows, without end."""
+    shuffled = grain.MapDataset.range(num_rows).seed(seed).shuffle().repeat()
+    return shuffled.map(lambda row: np.array([source, row]))
 
 
 def _mix(shares: Sequence[Share], rows: list[grain.MapDataset]) -> grain.MapDataset:

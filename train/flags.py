@@ -158,6 +158,13 @@ def num_bytes(word: str) -> int:
     return int(float(size[1]) * {"GiB": 2**30, "GB": 10**9}[size[2]])
 
 
+def address(word: str) -> str:
+    host, _, port = word.rpartition(":")
+    if not host or not re.fullmatch(r"[1-9]\d{0,4}", port) or int(port) > 65535:
+        raise ValueError(f"{word}: HOST:PORT with a port from 1 to 65535, such as 10.0.0.1:1234")
+    return word
+
+
 whole = number(int, "N", "a whole number from 1 to 2147483647", lambda n: 1 <= n < 2**31)
 whole_or_zero = number(int, "N", "a whole number from 0 to 2147483647", lambda n: 0 <= n < 2**31)
 positive = number(float, "X", "a finite number above 0", lambda x: 0 < x < float("inf"))

@@ -16,9 +16,11 @@ def main(arguments: Sequence[str]) -> int:
             print(json.dumps(settings_of(config), indent=2))
             return 0
         # After the parse, so that --help and a wrong flag need not wait for JAX.
+        from train.distributed import find_job, joined
         from train.loop import run
 
-        run(config, command=["python", "-m", "train.llama", *arguments])
+        with joined(find_job(config)):
+            run(config, command=["python", "-m", "train.llama", *arguments])
     except InputError as error:
         # One line also where a value, such as the name of a file, has more.
         print("error:", " ".join(str(error).splitlines()), file=sys.stderr)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import shlex
@@ -18,7 +17,7 @@ from distflash_jax import overlap, schedule, which_implementation, xla_flags
 from distflash_jax.cost import MACHINES, Shape
 from distflash_jax.timeline import Timeline, simulate
 from models import huggingface
-from train import data
+from train import data, distributed
 from train.checkpoint import Checkpoints
 from train.config import Config, check_run_dir, open_run_dir, run_dir_of, settings_of
 from train.evaluation import Evaluation
@@ -41,19 +40,22 @@ def run(config: Config, command: list[str]) -> None:
     clock = Clock()
     # Orbax logs at length what `Checkpoints.notes` says in a line.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    xla_flags.apply(xla_flags.choose() | (xla_flags.PROFILING if config.profile_steps is not None else {}))
+    flags = xla_flags.choose(num_processes=distributed.num_processes())
+    xla_flags.apply(flags | (xla_flags.PROFILING if config.profile_steps is not None else {}))
     mesh = make_mesh(config.mesh, config.platform)
     config = _resolve(config, mesh)
     if config.dry_run:
         print(dry_run(config, mesh))
         return
-    check_run_dir(config)
+    distributed.first_alone("check", lambda: check_run_dir(config) if distributed.is_first() else None)
     with clock.phase("data"):
-        opened = data.open_data(config, cache=run_dir_of(config) / "tokens")
-        batches = data.Batches(opened.training, batch_size=config.batch_size, seed=config.seed)
+        opened = distributed.first_alone("data", lambda: data.open_data(config, cache=run_dir_of(config) / "tokens"))
         evaluation = _make_evaluation(config, opened)
     program = build_program(config, mesh)
-    run_dir = open_run_dir(config)
+    shape = (config.batch_size, config.seq_len)
+    part = distributed.part_of(program.batch_sharding, shape)
+    batches = data.Batches(opened.training, batch_size=config.batch_size, seed=config.seed, part=part)
+    run_dir = distributed.first_alone("run-dir", lambda: open_run_dir(config, is_first=distributed.is_first()))
     _introduce(config, mesh, opened, evaluation, run_dir)
     size = bytes_per_device(program.state_struct)
     parts = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state_struct)) / size
@@ -71,20 +73,20 @@ def run(config: Config, command: list[str]) -> None:
         with (
             Report(
                 clock,
-                _make_sinks(config, run_dir, first_step=start + 1),
+                _make_sinks(config, run_dir, first_step=start + 1) if distributed.is_first() else [],
                 first_step=start + 1,
                 num_steps=config.steps,
                 ideal_seconds=ideal_seconds(config, mesh),
             ) as report,
-            Profile(config.profile_steps, run_dir) as profile,
+            Profile(config.profile_steps if distributed.is_first() else None, run_dir) as profile,
         ):
             with clock.phase("compile"):
                 take_step, evaluate = _compile(config, program, evaluation)
-            while done < config.steps and not interrupt.requested:
+            while done < config.steps and not distributed.any_process(interrupt.requested):
                 done += 1
                 with profile.step(done):
                     with clock.phase("data"):
-                        batch = jax.device_put(next(batches), program.batch_sharding)
+                        batch = distributed.place(next(batches), program.batch_sharding, shape, part)
                     with clock.phase("step"):
                         state, metrics = take_step(state, batch)
                         metrics = jax.device_get(metrics)
@@ -169,8 +171,8 @@ def _compile(config: Config, program: Program, evaluation: Evaluation | None) ->
     token_losses = program.token_losses.lower(program.state_struct.params, batch).compile()
 
     def evaluate(state: TrainState) -> dict[str, float]:
-        place = functools.partial(jax.device_put, device=program.batch_sharding)
-        return evaluation(lambda batch: jax.device_get(token_losses(state.params, place(batch))))
+        place = lambda batch: distributed.place(batch, program.batch_sharding, batch["tokens"].shape)
+        return evaluation(lambda batch: distributed.gather(token_losses(state.params, place(batch))))
 
     return step, evaluate
 
@@ -271,8 +273,9 @@ def _tell_of_time(clock: Clock, run_dir: Path, *, steps: tuple[int, int]) -> Non
     seconds = {phase: nanoseconds / 1e9 for phase, nanoseconds in spent.items()}
     total = sum(spent.values()) / 1e9
     say(f"time      {total:.1f} s: " + ", ".join(f"{phase} {part:.1f}" for phase, part in seconds.items()))
-    with (run_dir / "time.jsonl").open("a") as file:
-        file.write(json.dumps({"first_step": steps[0], "last_step": steps[1], "total": total, **seconds}) + "\n")
+    if distributed.is_first():
+        with (run_dir / "time.jsonl").open("a") as file:
+            file.write(json.dumps({"first_step": steps[0], "last_step": steps[1], "total": total, **seconds}) + "\n")
 
 
 def _conclude(report: Report, done: int, config: Config, run_dir: Path, command: list[str]) -> None:

@@ -2,11 +2,15 @@
 
 import importlib.metadata
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from train import distributed
 from train.config import Platform
 from train.flags import InputError, MeshShape
 
@@ -22,9 +26,10 @@ def make_mesh(shape: MeshShape, platform: Platform) -> Mesh:
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
     if platform != "auto":
         jax.config.update("jax_platforms", platform)
-    jax.config.update("jax_num_cpu_devices", shape.num_devices)
+    count = distributed.num_processes()
+    jax.config.update("jax_num_cpu_devices", -(-shape.num_devices // count))
     try:
-        devices = jax.devices()
+        devices = by_host(jax.devices())
     # JAX fails an assertion where the plugin of an asked platform is not installed.
     except (RuntimeError, AssertionError):
         advice = cuda_advice()
@@ -35,36 +40,46 @@ def make_mesh(shape: MeshShape, platform: Platform) -> Mesh:
         raise InputError(
             f"--platform auto: with the NVIDIA GPU of this machine, which JAX lacks; {advice}, or --platform cpu"
         )
+    if count > 1 and len(devices) != shape.num_devices:
+        has = f"{len(devices)} x {devices[0].device_kind}"
+        raise InputError(f"--mesh {shape}: all devices of the {count} processes, which have {has}")
     if len(devices) < shape.num_devices:
         raise InputError(
             f"--mesh {shape}: as many devices as there are, found {len(devices)} x {devices[0].device_kind}; "
             f"--mesh seq={len(devices)} would fit"
         )
-    return jax.make_mesh(
-        (shape.data, shape.seq, shape.tensor),
-        ("data", "seq", "tensor"),
-        axis_types=(AxisType.Auto,) * 3,
-        devices=devices[: shape.num_devices],
-    )
+    # Not jax.make_mesh, which would order the devices of several hosts itself.
+    grid = np.array(devices[: shape.num_devices]).reshape(shape.data, shape.seq, shape.tensor)
+    return Mesh(grid, ("data", "seq", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def by_host(devices: Sequence[Any]) -> list[Any]:
+    """Devices that a fast link joins, such as the GPUs of a host (JAX: a slice), beside each other.
+
+    The mesh lays tensor, then seq, then data along this order, so that seq and tensor cross as few hosts as they can.
+    """
+    return sorted(devices, key=lambda device: (getattr(device, "slice_index", 0), device.process_index, device.id))
 
 
 def describe(mesh: Mesh) -> str:
     """One line on the devices, for the start of a run."""
     device = mesh.devices.flat[0]
+    count = distributed.num_processes()
+    processes = f" of {count} processes" if count > 1 else ""
     if device.platform == "cpu":
-        return f"{mesh.size} virtual CPU device(s), as many as the mesh needs (no GPU in use)"
-    return f"{mesh.size} x {device.device_kind}"
+        return f"{mesh.size} virtual CPU device(s){processes}, as many as the mesh needs (no GPU in use)"
+    return f"{mesh.size} x {device.device_kind}{processes}"
 
 
 def usable_memory(mesh: Mesh) -> int | None:
     """Bytes that JAX may allocate on a device; None where it does not say, as on CPUs."""
-    stats = mesh.devices.flat[0].memory_stats()
+    stats = mesh.local_devices[0].memory_stats()
     return stats and stats.get("bytes_limit")
 
 
 def peak_memory(mesh: Mesh) -> int | None:
     """Most bytes that were allocated at a time on a device so far; None where JAX does not say, as on CPUs."""
-    stats = mesh.devices.flat[0].memory_stats()
+    stats = mesh.local_devices[0].memory_stats()
     return stats and stats.get("peak_bytes_in_use")
 
 

@@ -13,6 +13,7 @@ from typing import Literal, Self, get_args
 import rich.console
 import rich.progress
 
+from train import distributed
 from train.sinks import Sink
 
 _AVERAGED = 10
@@ -155,7 +156,9 @@ class Report:
 
 
 def say(sentence: str) -> None:
-    """A line for people, on stderr; above the live line where there is one."""
+    """A line for people, on stderr, from the first process alone; above the live line where there is one."""
+    if not distributed.is_first():
+        return
     rich.console.Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)
 
 

@@ -1,0 +1,226 @@
+"""Many processes as one run: who takes part, what the first alone does, and what all of them agree on.
+
+SLURM (srun), Open MPI and Kubernetes tell JAX who takes part; elsewhere --coordinator, --num-processes and
+--process-id do. A single process starts nothing, and every function here then does the obvious.
+"""
+
+import contextlib
+import functools
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax._src.clusters import ClusterEnv  # nothing public says how many processes there are before it joins them,
+from jax._src.distributed import global_state  # or afterwards, until JAX has started and reads XLA's flags no more
+from jax.experimental import multihost_utils
+from jax.sharding import Sharding
+
+from train.config import Config
+from train.flags import InputError
+
+_MEETING_SECONDS = 300
+# A process that died is missed after so many seconds, by which all others end too.
+_HEARTBEAT_SECONDS = 20
+# One that leaves with an error waits so long for others, who are in a collective and wait for it.
+_SHUTDOWN_SECONDS = 10
+_FIRST_ALONE_SECONDS = 24 * 3600
+_LOOPBACK = ("localhost", "127.0.0.1")
+
+# Rows and columns of a batch.
+Part = tuple[slice, slice]
+WHOLE: Part = (slice(None), slice(None))
+
+
+class Job(NamedTuple):
+    """Who takes part: process 0 listens at `coordinator`; `local_devices` are this process's, None for all."""
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+    local_devices: list[int] | None = None
+
+
+def find_job(config: Config) -> Job | None:
+    """The job of the flags, else that of the environment; None for a process on its own.
+
+    Raises:
+      InputError: the environment starts several processes, and JAX cannot tell how they meet.
+    """
+    if config.coordinator is not None and config.num_processes is not None and config.process_id is not None:
+        job = Job(config.coordinator, config.num_processes, config.process_id)
+        return job if job.num_processes > 1 else None
+    # A batch script has SLURM's variables too; only in a step, which srun starts, does JAX find all of them.
+    tasks = (os.environ.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
+    is_kubernetes = "JOB_COMPLETION_INDEX" in os.environ
+    if config.num_processes == 1 or not (is_kubernetes or any(count != "1" for count in tasks)):
+        return None
+    try:
+        coordinator, count, index, devices = ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, _MEETING_SECONDS
+        )
+    # Each kind of cluster has its own errors: of a client of Kubernetes, of mpi4py, of a name that is missing.
+    except Exception as error:
+        raise _cannot_meet(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+    if coordinator is None or count is None or index is None:
+        if is_kubernetes:
+            raise _cannot_meet("the package kubernetes is not installed")
+        return None
+    if "JAX_LOCAL_DEVICE_IDS" in os.environ:  # which JAX reads as it joins
+        devices = None
+    return Job(coordinator, count, index, list(devices) if devices else None) if count > 1 else None
+
+
+def _cannot_meet(reason: str) -> InputError:
+    return InputError(
+        f"--coordinator: HOST:PORT, with --num-processes and --process-id, as JAX cannot tell them here ({reason}); "
+        "or --num-processes 1 for a process on its own"
+    )
+
+
+@contextlib.contextmanager
+def joined(job: Job | None, seconds: float = _MEETING_SECONDS) -> Iterator[None]:
+    """Makes this process one of the job's for the time of a run; only the first has a stdout.
+
+    Must begin before JAX starts. Ends the process with exit code 2 and one line if they have not met in time.
+
+    Raises:
+      InputError: process 0 cannot listen.
+    """
+    if job is None:
+        yield
+        return
+    host, port = _address(job)
+    if job.process_id == 0:
+        # Where gRPC cannot listen, JAX may end in a segmentation fault.
+        try:
+            socket.create_server((host if host in _LOOPBACK else "", port)).close()
+        except OSError as error:
+            raise InputError(
+                f"--coordinator {job.coordinator}: a free port here ({os.strerror(error.errno or 0)})"
+            ) from None
+    # It would take SIGTERM from `train.interrupt`, and from a process that is not training yet.
+    jax.config.update("jax_enable_preemption_service", False)
+    # JAX itself aborts with a stack of C++ where the time is over.
+    limit = threading.Timer(seconds, _give_up, (job, seconds))
+    limit.daemon = True
+    limit.start()
+    jax.distributed.initialize(
+        job.coordinator,
+        job.num_processes,
+        job.process_id,
+        local_device_ids=job.local_devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=int(seconds) + 60,
+        heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        # By itself it would listen on every interface.
+        coordinator_bind_address=job.coordinator if host in _LOOPBACK else None,
+    )
+    limit.cancel()
+    with _stdout_of_first():
+        yield
+        # JAX waits for the others too as it ends, but gives up early.
+        multihost_utils.sync_global_devices("the end of the run")
+
+
+@contextlib.contextmanager
+def _stdout_of_first() -> Iterator[None]:
+    """Gives stdout to Python's prints in the first process alone; what C++ prints (Gloo, NCCL) goes to stderr."""
+    sys.stdout.flush()
+    original = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        target = os.dup(original) if is_first() else os.open(os.devnull, os.O_WRONLY)
+        with os.fdopen(target, "w") as stdout, contextlib.redirect_stdout(stdout):
+            yield
+    finally:
+        os.dup2(original, 1)
+        os.close(original)
+
+
+def _address(job: Job) -> tuple[str, int]:
+    host, port = job.coordinator.rsplit(":", 1)
+    return host.strip("[]"), int(port)
+
+
+def _give_up(job: Job, seconds: float) -> None:
+    try:
+        socket.create_connection(_address(job), timeout=5).close()
+        reason = f"--num-processes {job.num_processes}: as many as are started; not all came in {seconds:g} s"
+    except OSError as error:
+        reason = f"--coordinator {job.coordinator}: where process 0 listens; no answer in {seconds:g} s ({error})"
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def num_processes() -> int:
+    """Known before JAX starts, unlike `jax.process_count`."""
+    return global_state.num_processes
+
+
+def is_first() -> bool:
+    """Whether this process writes: lines, scalars, and files other than checkpoints."""
+    return global_state.process_id == 0
+
+
+def first_alone[T](name: str, make: Callable[[], T]) -> T:
+    """make() in process 0 and then, once that is done, in each of the others, who find what it wrote.
+
+    An InputError of process 0 ends all, whereby the others say nothing.
+    """
+    client = global_state.client
+    if client is None:
+        return make()
+    if not is_first():
+        if client.blocking_key_value_get(name, _FIRST_ALONE_SECONDS * 1000) != "done":
+            sys.exit(2)
+        return make()
+    outcome = "refused"
+    try:
+        made = make()
+        outcome = "done"
+    finally:
+        client.key_value_set(name, outcome)
+    return made
+
+
+def any_process(flag: bool) -> bool:
+    """Whether the flag is up in any process; all of them have to ask."""
+    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+
+
+def part_of(sharding: Sharding, shape: tuple[int, int]) -> Part:
+    """Rows and columns of a global array from the first to the last that devices of this process hold."""
+
+    def hull(axis: int) -> slice:
+        ends = [index[axis].indices(shape[axis])[:2] for index in indices.values() if index is not None]
+        return slice(min(first for first, _ in ends), max(last for _, last in ends))
+
+    indices = sharding.addressable_devices_indices_map(shape)
+    return hull(0), hull(1)
+
+
+def place(
+    batch: dict[str, np.ndarray], sharding: Sharding, shape: tuple[int, int], part: Part = WHOLE
+) -> dict[str, jax.Array]:
+    """Global arrays of this shape, of which each process gives a part that holds at least its own."""
+    offsets = [given.start or 0 for given in part]
+
+    def block(array: np.ndarray, index: Any) -> np.ndarray:
+        ends = [own.indices(size)[:2] for own, size in zip(index, shape, strict=True)]
+        return array[tuple(slice(a - offset, b - offset) for (a, b), offset in zip(ends, offsets, strict=True))]
+
+    return {
+        name: jax.make_array_from_callback(shape, sharding, functools.partial(block, array))
+        for name, array in batch.items()
+    }
+
+
+def gather(array: jax.Array) -> np.ndarray:
+    """The whole of an array whose parts lie on devices of many processes."""
+    return multihost_utils.process_allgather(array, tiled=True)
