@@ -6,7 +6,7 @@ The path of a call: the checks and the custom_vjp here -> the table (schedule.py
 
 import functools
 import re
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from distflash_jax import executor, placement, schedule
-from distflash_jax.executor import Plan
+from distflash_jax.executor import Plan, Segments
 from distflash_jax.remat import LSE_NAME, OUT_NAME
 from distflash_jax.schedule import STRATEGIES, Strategy
 from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Choice, choose
-from pallas_kernels.block import Gradients, Partial
+from pallas_kernels.block import Partial, check_softcap
 
 
 @overload
@@ -34,6 +34,11 @@ def distflash_attention(
     axis: str = ...,
     spec: PartitionSpec | None = ...,
     causal: bool = ...,
+    window: int | None = ...,
+    segment_ids: Int[Array, "B T"] | None = ...,
+    kv_segment_ids: Int[Array, "B S"] | None = ...,
+    softcap: float | None = ...,
+    sinks: Float[Array, " N"] | None = ...,
     scale: float | None = ...,
     strategy: Strategy = ...,
     implementation: str | None = ...,
@@ -52,6 +57,11 @@ def distflash_attention(
     axis: str = ...,
     spec: PartitionSpec | None = ...,
     causal: bool = ...,
+    window: int | None = ...,
+    segment_ids: Int[Array, "B T"] | None = ...,
+    kv_segment_ids: Int[Array, "B S"] | None = ...,
+    softcap: float | None = ...,
+    sinks: Float[Array, " N"] | None = ...,
     scale: float | None = ...,
     strategy: Strategy = ...,
     implementation: str | None = ...,
@@ -69,6 +79,11 @@ def distflash_attention(
     axis: str = "seq",
     spec: PartitionSpec | None = None,
     causal: bool = True,
+    window: int | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
     strategy: Strategy = "balanced",
     implementation: str | None = None,
@@ -79,7 +94,8 @@ def distflash_attention(
 
     Called on global arrays (under jit or not) it runs its own shard_map; called inside a shard_map that already holds
     `axis`, on the chunks of this worker. Tokens lie in their natural order, worker w holding the w-th chunk; a length
-    that the workers do not divide is padded inside. Differentiable in q, k and v through out and lse.
+    that the workers do not divide is padded inside. Differentiable in q, k, v and sinks through out and lse. A token
+    that sees nothing gets out = 0 and lse = -inf (with a sink: the sink).
 
     Args:
         q, k, v: float32, bfloat16 or float16, all of one dtype. N must be a multiple of K; query head n reads
@@ -89,6 +105,15 @@ def distflash_attention(
         spec: how q, k, v and out lie on the mesh, such as P("data", "seq", "tensor"). Defaults to the explicit sharding
             of q, else to P(None, axis).
         causal: each token sees itself and those before it.
+        window: each token sees itself and the window - 1 before it; needs causal. Chunks beyond it are neither sent
+            nor computed.
+        segment_ids: of each query, the number of its document, from 0 to 2**24: it sees keys of the same number, and
+            with 0 (padding) none. Growing along the sequence, as packed documents are numbered, tiles between
+            documents cost nothing. Every worker reads all of them: a layer needs no message for ids that are
+            replicated over `axis`.
+        kv_segment_ids: those of the keys; defaults to segment_ids.
+        softcap: scores s become softcap * tanh(s / softcap), after the scale.
+        sinks: a score for each head that takes part in the softmax and has no value, as in gpt-oss.
         scale: defaults to 1 / sqrt(H).
         strategy: "balanced" keeps every worker busy; "balanced_unsplit" is the paper's own table, where half of an even
             number of workers idle in the last step; "ring" is the unbalanced baseline.
@@ -103,6 +128,7 @@ def distflash_attention(
     Source: DISTFLASHATTN, arXiv 2310.03294.
     """
     _check_arrays(q, k, v, causal)
+    ids = _check_mask(q, k, causal, window, softcap, segment_ids, kv_segment_ids, sinks)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: must be one of {STRATEGIES}")
     T, S, H = q.shape[1], k.shape[1], q.shape[3]
@@ -114,13 +140,16 @@ def distflash_attention(
         is_causal=causal,
         scale=factor,
         strategy=strategy,
+        window=window,
+        softcap=softcap,
         kernel=IMPLEMENTATIONS[choice.name],
         deterministic=deterministic,
     )
     if placement.is_inside_shard_map(axis):
         placement.check_chunks(q, k, v, axis, mesh, spec)
         _check_flags(mesh, lax.axis_size(axis))
-        out, lse = attend(q, k, v, num_keys=S * lax.axis_size(axis))
+        ids = jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), ids)
+        out, lse = _with_sinks(*attend(q, k, v, ids, num_keys=S * lax.axis_size(axis)), sinks)
         return (out, lse) if return_lse else out
     mesh = placement.find_mesh(mesh, axis, q)
     _check_flags(mesh, mesh.shape[axis])
@@ -128,14 +157,16 @@ def distflash_attention(
     placement.check_divisible(q, k, mesh, spec)
     placed = [placement.place(name, x, mesh, spec) for name, x in (("q", q), ("k", k), ("v", v))]
     q, k, v = (_pad_rows(x, mesh.shape[axis]) for x in placed)
+    ids = jax.tree.map(lambda x: _pad_rows(x, mesh.shape[axis]), ids)
     out, lse = jax.shard_map(
         functools.partial(attend, num_keys=S),
         mesh=mesh,
-        in_specs=(spec, spec, spec),
+        in_specs=(spec, spec, spec, PartitionSpec(spec[0])),
         out_specs=(spec, PartitionSpec(*spec[:3])),
         axis_names=frozenset(mesh.axis_names) - frozenset(jax.sharding.get_abstract_mesh().manual_axes),
-    )(q, k, v)
-    return (out[:, :T], lse[:, :T]) if return_lse else out[:, :T]
+    )(q, k, v, ids)
+    out, lse = _with_sinks(out[:, :T], lse[:, :T], sinks)
+    return (out, lse) if return_lse else out
 
 
 def which_implementation(
@@ -185,47 +216,86 @@ def _attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
+    ids: tuple[Int[Array, "B PT"], Int[Array, "B PS"]] | None,
     *,
     axis: str,
     num_keys: int,
     is_causal: bool,
+    window: int | None,
+    softcap: float | None,
     scale: float,
     strategy: Strategy,
     kernel: BlockAttention,
     deterministic: bool,
 ) -> Partial:
     """(out, lse) of this worker's chunks; num_keys counts the keys of the whole sequence, without padding."""
-    table = schedule.choose(strategy, lax.axis_size(axis), kv_heads=k.shape[2], is_causal=is_causal)
+    num_workers, reach = lax.axis_size(axis), schedule.reach_of(window, k.shape[1])
+    table = schedule.choose(strategy, num_workers, kv_heads=k.shape[2], is_causal=is_causal, reach=reach)
     q, k, v = placement.vary_alike(q, k, v)
-    return _attention(Plan(table, kernel, axis, num_keys, scale, deterministic), q, k, v)
+    segments = ids and Segments(*(x.reshape(x.shape[0], num_workers, -1).swapaxes(0, 1) for x in ids))
+    return _attention(Plan(table, kernel, axis, num_keys, scale, window, softcap, deterministic), q, k, v, segments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: Plan, q: Array, k: Array, v: Array) -> Partial:
-    return executor.forward(plan, q, k, v)
+def _attention(plan: Plan, q: Array, k: Array, v: Array, segments: Segments | None) -> Partial:
+    return executor.forward(plan, q, k, v, segments)
 
 
-def _attention_fwd(plan: Plan, q: Array, k: Array, v: Array) -> tuple[Partial, tuple[Array, ...]]:
-    out, lse = executor.forward(plan, q, k, v)
+def _attention_fwd(
+    plan: Plan, q: Array, k: Array, v: Array, segments: Segments | None
+) -> tuple[Partial, tuple[Any, ...]]:
+    out, lse = executor.forward(plan, q, k, v, segments)
     # The named values must be both results and residuals: a policy that saves them then leaves no use of the forward.
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (q, k, v, out, lse)
+    return (out, lse), (q, k, v, segments, out, lse)
 
 
-def _attention_bwd(plan: Plan, residuals: tuple[Array, ...], cotangents: Partial) -> Gradients:
-    q, k, v, out, lse = residuals
+def _attention_bwd(plan: Plan, residuals: tuple[Any, ...], cotangents: Partial) -> tuple[Array | None, ...]:
+    q, k, v, segments, out, lse = residuals
     dout, dlse = cotangents
     # d lse / d scores = weights, so the whole gradient of lse is one subtraction here.
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
-    return executor.backward(plan, q, k, v, dout, lse, delta)
+    return *executor.backward(plan, q, k, v, dout, lse, delta, segments), None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
+def _with_sinks(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"], sinks: Float[Array, " N"] | None) -> Partial:
+    """(out, lse) where each head has one more score in its softmax, whose value is 0."""
+    if sinks is None:
+        return out, lse
+    sinks = sinks.astype(jnp.float32)
+    share = jax.nn.sigmoid(lse - sinks)
+    return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks)
+
+
 def _pad_rows(x: Float[Array, "B T ..."], multiple: int) -> Float[Array, "B T2 ..."]:
     """Zero rows up to a multiple: no causal query sees them, and num_keys hides them from all others."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2)) if x.shape[1] % multiple else x
+
+
+def _check_mask(
+    q: Array, k: Array, causal: bool, window: int | None, softcap: float | None, segment_ids: Array | None,
+    kv_segment_ids: Array | None, sinks: Array | None,
+) -> tuple[Array, Array] | None:  # fmt: skip
+    """(segment_ids of the queries, of the keys), None without."""
+    if window is not None and not causal:
+        raise ValueError(f"window={window}: needs causal=True")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: must be at least 1, the token itself, or None")
+    check_softcap(softcap)
+    if sinks is not None and (sinks.shape != q.shape[2:3] or not jnp.issubdtype(sinks.dtype, jnp.floating)):
+        raise ValueError(f"sinks: must be floats of shape {q.shape[2:3]}, one a head, got {sinks.dtype}{sinks.shape}")
+    if segment_ids is None:
+        if kv_segment_ids is not None:
+            raise ValueError("kv_segment_ids: needs segment_ids, those of the queries")
+        return None
+    ids = segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids
+    for name, x, like in (("segment_ids", ids[0], q), ("kv_segment_ids", ids[1], k)):
+        if x.shape != like.shape[:2] or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name}: must be integers of shape {like.shape[:2]}, got {x.dtype}{x.shape}")
+    return ids
 
 
 def _check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:

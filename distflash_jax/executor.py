@@ -9,12 +9,13 @@ Source: DISTFLASHATTN, arXiv 2310.03294, algorithms 1 and 2.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from distflash_jax.merge import merge
 from distflash_jax.schedule import MERGED_AT_ONCE, WHOLE, Part, Permutation, Schedule, Side, Step
@@ -29,7 +30,8 @@ Combine = Callable[[Arrays | None, Arrays, Bool[Array, ""] | None], Arrays]
 class Plan:
     """What does not change from call to call; hashable.
 
-    axis: the mesh axis of the workers. num_keys: keys of the whole sequence; chunks may be padded beyond it.
+    axis: the mesh axis of the workers. num_keys: keys of the whole sequence; chunks may be padded beyond it. window,
+    softcap: see distflash_attention.
     """
 
     schedule: Schedule
@@ -37,15 +39,32 @@ class Plan:
     axis: str
     num_keys: int
     scale: float
+    window: int | None = None
+    softcap: float | None = None
     deterministic: bool = False
 
 
+class Segments(NamedTuple):
+    """Of each token of the whole sequence, chunk by chunk, the number of its document; 0 sees and is seen by nothing.
+
+    Every worker has all of them: they are small, and so nobody has to send them.
+    """
+
+    q: Int[Array, "P B T"]
+    kv: Int[Array, "P B S"]
+
+
 def forward(
-    plan: Plan, q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]
+    plan: Plan,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    segments: Segments | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """(out, lse) of this worker's queries against all keys; out in the dtype of q, lse float32."""
     results = [_Total("q", (0, 1), _merge)]
-    out, lse = _run(plan, "forward", plan.kernel.forward, (q,), (k, v), results, (q.dtype, jnp.float32))
+    dtypes = (q.dtype, jnp.float32)
+    out, lse = _run(plan, "forward", plan.kernel.forward, (q,), (k, v), segments, results, dtypes)
     return out, lse
 
 
@@ -57,6 +76,7 @@ def backward(
     dout: Float[Array, "B T N H"],
     lse: Float[Array, "B T N"],
     delta: Float[Array, "B T N"],
+    segments: Segments | None = None,
 ) -> Gradients:
     """(dq, dk, dv) of this worker's chunks, in the dtypes of q, k and v.
 
@@ -66,7 +86,7 @@ def backward(
     kernel = functools.partial(plan.kernel.backward, deterministic=plan.deterministic)
     results = [_Total("q", (0,), _add), _Total("kv", (1, 2), _add)]
     dtypes = (q.dtype, k.dtype, v.dtype)
-    dq, dk, dv = _run(plan, "backward", kernel, (q, dout, lse, delta), (k, v), results, dtypes)
+    dq, dk, dv = _run(plan, "backward", kernel, (q, dout, lse, delta), (k, v), segments, results, dtypes)
     return dq, dk, dv
 
 
@@ -102,6 +122,7 @@ def _run(
     kernel: Callable[..., Arrays],
     q_side: Arrays,
     kv_side: Arrays,
+    segments: Segments | None,
     totals: Sequence[_Total],
     dtypes: Sequence[DTypeLike],
 ) -> Arrays:
@@ -119,7 +140,8 @@ def _run(
                 fetched_q = _fetch(plan, q_side, steps[number + 1].q)
                 fetched_kv = _fetch(plan, kv_side, steps[number + 1].kv)
             with jax.named_scope("compute"):
-                partial = kernel(queries, keys, _mask(plan, step, queries, keys), plan.scale, dtype=dtype)
+                mask = _mask(plan, step, queries, keys, segments)
+                partial = kernel(queries, keys, mask, plan.scale, plan.softcap, dtype)
             # The next step's sends depend on this kernel: memory for messages does not grow with the workers. And what
             # the step before returns is not waited for until this kernel is done.
             q_side, kv_side, fetched_q, fetched_kv, partial, returned = _pace(
@@ -193,12 +215,18 @@ def _operand(plan: Plan, own: Arrays, fetched: Arrays | None, side: Side) -> Ope
     return Operand(own, _box(side.own, own[0]), fetched, is_peer)
 
 
-def _mask(plan: Plan, step: Step, queries: Operand, keys: Operand) -> Mask:
+def _mask(plan: Plan, step: Step, queries: Operand, keys: Operand, segments: Segments | None) -> Mask:
     """The mask of this worker's task; a worker without a task sees no key."""
     q, k = queries.own[0], keys.own[0]
     first_rows = [
         _box(step.q.own if chunk == worker else step.q.peer, q).row for worker, chunk in enumerate(step.q.chunks)
     ]
+    ids = None
+    if segments is not None:
+        ids = (
+            _segments(plan, segments.q, step.q, queries),
+            _segments(plan, segments.kv, step.kv, keys),
+        )
     return Mask(
         q_start=_per_worker(
             plan, [chunk * q.shape[1] + row for chunk, row in zip(step.q.chunks, first_rows, strict=True)]
@@ -206,7 +234,16 @@ def _mask(plan: Plan, step: Step, queries: Operand, keys: Operand) -> Mask:
         k_start=_per_worker(plan, [chunk * k.shape[1] for chunk in step.kv.chunks]),
         k_stop=_per_worker(plan, [plan.num_keys if is_active else 0 for is_active in step.active]),
         is_causal=plan.schedule.is_causal,
+        window=plan.window,
+        segment_ids=ids,
     )
+
+
+def _segments(plan: Plan, chunks: Int[Array, "P B T"], side: Side, operand: Operand) -> Int[Array, "B rows"]:
+    """Those of the rows of an operand of this worker's task."""
+    chunk = lax.dynamic_index_in_dim(chunks, _per_worker(plan, side.chunks), keepdims=False)[..., None]
+    take = lambda part: _box(part, operand.own[0])._replace(head=0, num_heads=1).take(chunk)[..., 0]
+    return jnp.where(operand.is_peer, take(side.peer), take(side.own)) if side.fetch else take(side.own)
 
 
 def _merge(total: Arrays | None, partial: Arrays, is_valid: Bool[Array, ""] | None) -> Arrays:

@@ -105,6 +105,8 @@ def _side(tasks: Sequence[Task | None], chunk: Callable[[Task], int], part: Call
 class Schedule:
     """A valid table: every pair that the mask can see exactly once, own chunks first, fetches partial bijections.
 
+    reach: how many chunks before its own a query sees, of all that are there if None; see `reach_of`.
+
     Raises:
         ValueError: the table breaks one of these rules; the message names step and worker.
     """
@@ -112,6 +114,7 @@ class Schedule:
     name: str
     is_causal: bool
     steps: tuple[Step, ...]
+    reach: int | None = None
 
     def __post_init__(self):
         _check_workers_own_an_operand(self)
@@ -177,8 +180,13 @@ def _check_pairs_are_computed_once(schedule: Schedule) -> None:
     done: dict[tuple[int, int], list[Part]] = {}
     for task in (task for step in schedule.steps for task in step.tasks if task is not None):
         done.setdefault((task.q, task.kv), []).append(task.part)
-    chunks = range(schedule.num_workers)
-    wanted = {(q, kv) for q in chunks for kv in chunks if kv <= q or not schedule.is_causal}
+    chunks, reach = range(schedule.num_workers), schedule.reach
+    wanted = {
+        (q, kv)
+        for q in chunks
+        for kv in chunks
+        if (kv <= q or not schedule.is_causal) and (reach is None or q - kv <= reach)
+    }
     if done.keys() != wanted:
         raise ValueError(f"missing pairs {wanted - done.keys()}, pairs that the mask hides {done.keys() - wanted}")
     for pair, parts in done.items():
@@ -261,9 +269,29 @@ def _ring_steps(num_workers: int, *, is_causal: bool) -> tuple[Step, ...]:
     )
 
 
-def choose(strategy: Strategy, num_workers: int, *, kv_heads: int, is_causal: bool = True) -> Schedule:
+def reach_of(window: int | None, num_rows: int) -> int | None:
+    """How many chunks of so many rows before its own a query sees through a window of so many tokens, with itself."""
+    return None if window is None else -(-(window - 1) // num_rows)
+
+
+@functools.cache
+def within(schedule: Schedule, reach: int | None) -> Schedule:
+    """The table without the pairs, and the steps, that lie further apart than `reach` chunks.
+
+    What is left is balanced where a window is short beside the sequence: all workers but the first few have as many
+    chunks before their own as it reaches.
+    """
+    if reach is None:
+        return schedule
+    tasks = (tuple(task if task and task.q - task.kv <= reach else None for task in x.tasks) for x in schedule.steps)
+    return Schedule(schedule.name, schedule.is_causal, tuple(Step(x) for x in tasks if any(x)), reach)
+
+
+def choose(
+    strategy: Strategy, num_workers: int, *, kv_heads: int, is_causal: bool = True, reach: int | None = None
+) -> Schedule:
     """The table of a strategy; a shared pair is cut along heads, or along rows where heads cannot be halved."""
     if strategy == "ring":
-        return ring(num_workers, is_causal=is_causal)
+        return within(ring(num_workers, is_causal=is_causal), reach)
     cut = "heads" if kv_heads % 2 == 0 else "rows"
-    return balanced(num_workers, is_causal=is_causal, cut=cut if strategy == "balanced" else None)
+    return within(balanced(num_workers, is_causal=is_causal, cut=cut if strategy == "balanced" else None), reach)
