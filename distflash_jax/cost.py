@@ -39,6 +39,8 @@ def flops(direction: Direction, num_heads: int, head_dim: int, num_scores: int) 
 class Shape:
     """T tokens of the whole sequence, N query heads, K key/value heads of dim H; q, k and v have so many bytes each.
 
+    window: a causal query sees itself and the window - 1 keys before it; None is no limit.
+
     Raises:
         ValueError: names the field, its value and what is allowed.
     """
@@ -49,10 +51,11 @@ class Shape:
     H: int = 128
     B: int = 1
     itemsize: int = 2
+    window: int | None = None
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
         if self.N % self.K:
             raise ValueError(f"N={self.N}: must be a multiple of K={self.K}")
@@ -84,8 +87,13 @@ class Cost:
             return 0.0
         first, last, num_heads = self._box(task.part, self.shape.N)
         num_scores = (last - first) * self.rows
-        if self.schedule.is_causal and task.q == task.kv:  # row number i of the chunk, from 0, sees i + 1 keys
-            num_scores = (last * (last + 1) - first * (first + 1)) // 2
+        if self.schedule.is_causal:
+            # Keys of its chunk up to the position of the first row, which is number 0 where both chunks are the same.
+            offset = (task.q - task.kv) * self.rows + 1
+            num_scores = _visible(offset + first, offset + last, self.rows)
+            if self.shape.window is not None:
+                before = offset - self.shape.window
+                num_scores -= _visible(before + first, before + last, self.rows)
         return flops(direction, num_heads, self.shape.H, self.shape.B * num_scores)
 
     def fetches(self, direction: Direction, step: Step) -> tuple[Message, ...]:
@@ -167,6 +175,16 @@ class Cost:
             return 0, self.rows, num_heads // part.count
         size = -(-self.rows // part.count)
         return part.index * size, (part.index + 1) * size, num_heads
+
+
+def _visible(start: int, stop: int, num_keys: int) -> int:
+    """Sum of how many of the keys are among the first start, start + 1, .. stop - 1 of them."""
+
+    def up_to(stop: int) -> int:
+        inside = min(max(stop, 0), num_keys + 1)
+        return inside * (inside - 1) // 2 + max(stop - inside, 0) * num_keys
+
+    return up_to(stop) - up_to(start)
 
 
 class Rate(NamedTuple):

@@ -152,6 +152,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=32, help="of the queries")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--window", type=int, help="tokens that a token sees, itself included")
     parser.add_argument("--strategy", choices=schedule.STRATEGIES, default="balanced")
     parser.add_argument("--machine", choices=MACHINES, default="h200-nvlink")
     parser.add_argument("--direction", choices=DIRECTIONS, default="forward")
@@ -163,11 +164,14 @@ def main(words: Iterable[str] | None = None) -> int:
     """The exit code: 2 after one line that says what is wrong."""
     try:
         arguments = _parse(None if words is None else list(words))
-        for name in ("workers", "tokens", "heads", "kv_heads", "head_dim"):
-            if getattr(arguments, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be at least 1")
-        shape = Shape(arguments.tokens, arguments.heads, arguments.kv_heads, arguments.head_dim)
-        table = schedule.choose(arguments.strategy, arguments.workers, kv_heads=arguments.kv_heads)
+        for name in ("workers", "tokens", "heads", "kv_heads", "head_dim", "window"):
+            if (value := getattr(arguments, name)) is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        shape = Shape(
+            arguments.tokens, arguments.heads, arguments.kv_heads, arguments.head_dim, window=arguments.window
+        )
+        reach = schedule.reach_of(arguments.window, -(-arguments.tokens // arguments.workers))
+        table = schedule.choose(arguments.strategy, arguments.workers, kv_heads=arguments.kv_heads, reach=reach)
         timeline = simulate(table, shape, MACHINES[arguments.machine], DIRECTIONS[arguments.direction])
         print(text(timeline))
         if arguments.out:
