@@ -5,12 +5,9 @@ Imports no JAX, so that `--help` and a wrong flag are answered at once.
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import hashlib
-import io
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
@@ -184,37 +181,11 @@ def parse(arguments: Sequence[str]) -> Config:
     Raises:
       InputError: a flag or its value is not allowed.
     """
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            config, unknown = tyro.cli(Config, args=arguments, prog="python -m train.llama", return_unknown_args=True)
-    except SystemExit as stop:
-        if stop.code == 0:
-            raise
-        raise InputError(_message_in(complaint.getvalue())) from None
-    if unknown:
-        fields = dataclasses.fields(Config) + dataclasses.fields(ModelOverrides)
-        close = difflib.get_close_matches(unknown[0].split("=")[0], [_flag_name(field.name) for field in fields], n=1)
-        raise InputError(f"{unknown[0]}: a flag of this command, {f'perhaps {close[0]}' if close else 'see --help'}")
+    config = flags.cli(Config, arguments, "python -m train.llama", ModelOverrides)
     heads = config.llama.num_key_value_heads
     if heads % config.mesh.tensor != 0:
         raise InputError(f"--mesh {config.mesh}: a tensor axis that divides the model's {heads} key/value heads")
     return config
-
-
-def _flag_name(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
-
-
-def _message_in(box: str) -> str:
-    """What one of tyro's boxes says, as one line that begins with the flag."""
-    rows = (row.strip(" │|╭╮╰╯+") for row in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines())
-    text = " ".join(row for row in rows if row)
-    if found := re.search(r"Error parsing (--[\w-]+): (.*?) [─-]{9}", text):
-        return f"{found[1]} {found[2]}"
-    if found := re.search(r"Missing value for argument '(--[\w-]+)'", text):
-        return f"{found[1]}: a value after the flag"
-    return text
 
 
 def model_of(settings: dict[str, Any]) -> LlamaConfig:
@@ -226,9 +197,9 @@ def model_of(settings: dict[str, Any]) -> LlamaConfig:
     names = [field.name for field in dataclasses.fields(ModelOverrides)]
     given = {name: settings[name] for name in names if settings[name] is not None}
     source = f"--model {settings['model']}" if settings["origin"] is None else f"--init-from {settings['init_from']}"
-    words = "".join(f" {_flag_name(name)} {value}" for name, value in given.items())
+    words = "".join(f" {flags.flag_name(name)} {value}" for name, value in given.items())
     if settings["origin"] is not None and (fixed := given.keys() - {"rope_theta", "rope_scaling"}):
-        raise InputError(f"{source}{words}: no {_flag_name(min(fixed))}, which config.json decides")
+        raise InputError(f"{source}{words}: no {flags.flag_name(min(fixed))}, which config.json decides")
     extension = given.pop("rope_scaling", None)
     try:
         base = PRESETS[settings["model"]] if settings["origin"] is None else config_json.from_json(settings["origin"])
@@ -295,7 +266,7 @@ def open_run_dir(config: Config) -> Path:
     if saved.get("origin") != settings["origin"] and saved.get("init_from") == settings["init_from"]:
         raise InputError(f"--init-from {config.init_from}: the config.json with which the run in {run_dir} began")
     changed = [
-        f"{_flag_name(name)} was {saved.get(name)} and is {settings.get(name)}"
+        f"{flags.flag_name(name)} was {saved.get(name)} and is {settings.get(name)}"
         for name in sorted((saved.keys() | settings.keys()) - _MAY_CHANGE - {"origin"})
         if saved.get(name) != settings.get(name)
     ]

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import difflib
+import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,44 @@ class Source:
             if path and not Path(text).exists() and 0 < float(weight) < float("inf"):
                 return cls(Path(path), float(weight))
         return cls(Path(text))
+
+
+def cli[Settings](kind: type[Settings], arguments: Sequence[str], prog: str, *nested: type) -> Settings:
+    """Returns the settings that a command line describes; the fields of `nested` are flags too.
+
+    Raises:
+      InputError: a flag or its value is not allowed.
+    """
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            settings, unknown = tyro.cli(kind, args=arguments, prog=prog, return_unknown_args=True)
+    except SystemExit as stop:
+        if stop.code == 0:
+            raise
+        raise InputError(_message_in(complaint.getvalue())) from None
+    if unknown:
+        names = [flag_name(field.name) for part in (kind, *nested) for field in dataclasses.fields(part)]  # pyright: ignore
+        close = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1)
+        raise InputError(f"{unknown[0]}: a flag of this command, {f'perhaps {close[0]}' if close else 'see --help'}")
+    return settings
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def _message_in(box: str) -> str:
+    """What one of tyro's boxes says, as one line that begins with the flag."""
+    rows = (row.strip(" │|╭╮╰╯+") for row in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines())
+    text = " ".join(row for row in rows if row)
+    if found := re.search(r"Error parsing (--[\w-]+): (.*?) [─-]{9}", text):
+        return f"{found[1]} {found[2]}"
+    if found := re.search(r"Missing value for argument '(--[\w-]+)'", text):
+        return f"{found[1]}: a value after the flag"
+    if found := re.search(r"Missing from [^:]+: ([A-Z_]+) ", text):
+        return f"{found[1]}: to be given, see --help"
+    return text
 
 
 def parsed(parse: Callable[[str], Any], metavar: str):
