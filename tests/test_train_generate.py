@@ -18,7 +18,8 @@ from models.config import LlamaConfig
 from train import decode, generate
 from train.checkpoint import Checkpoints
 from train.config import open_run_dir, parse
-from train.decode import Choice, Decoder, restore
+from train.data import open_data
+from train.decode import Choice, Decoder, Samples, restore
 from train.flags import InputError, MeshShape
 from train.program import make_model
 from train.step import OptimizerConfig, build
@@ -188,8 +189,23 @@ def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path, capsys):
 
 def test_a_model_with_a_window_refuses_more_than_it():
     _, decoder, _ = prepare(dataclasses.replace(SMALL, sliding_window=8), "seq=1")
-    with pytest.raises(InputError, match="--max-tokens 4: with the 5 of the prompt at most 8 tokens"):
+    with pytest.raises(InputError, match="a prompt of 5 tokens and 4 more: at most 8 together"):
         next(decoder({}, np.arange(5), 4))
+
+
+def test_samples_continue_the_beginning_of_a_row(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("some words of a text")
+    flags = [*FLAGS, "--mesh", "seq=2", "--sample-every", "1", "--data", str(tmp_path / "text.txt")]
+    config = dataclasses.replace(parse([*flags, "--seq-len", "16"]), dtype="float32")
+    mesh, opened = make_mesh(config.mesh), open_data(config, tmp_path)
+    monkeypatch.setattr(
+        Decoder, "__call__", lambda _, params, prompt, count, seed: iter([*prompt[:count], SEPARATOR, 1])
+    )
+    assert Samples(config, mesh, opened)({}) == "some wor|some wor"
+    unknown = dataclasses.replace(opened, tokenizer=None)
+    assert Samples(config, mesh, unknown)({}).startswith("115 111 109 101")
+    with pytest.raises(InputError, match="--sample-prompt a: --tokenizer"):
+        Samples(dataclasses.replace(config, sample_prompt="a"), mesh, unknown)
 
 
 def test_bytes_become_text_once_a_character_is_whole():

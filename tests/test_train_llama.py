@@ -160,6 +160,15 @@ def test_an_evaluation_is_reported_and_changes_no_step(undisturbed, train, tmp_p
     assert losses(trained).items() <= losses(undisturbed[0]).items()
 
 
+def test_samples_are_reported_and_change_no_step(undisturbed, train, tmp_path):
+    lines, _ = train(tmp_path / "run", "--steps", "3", "--sample-every", "2", "--sample-prompt", "import o")
+    samples = [line for line in lines if "sample" in line]
+    assert [line["step"] for line in samples] == [2, 3]
+    assert all(line["sample"].startswith("import o|") for line in samples)
+    assert b"    import o|" in next((tmp_path / "run").glob("events.out.tfevents.*")).read_bytes()
+    assert losses([line for line in lines if "loss" in line]).items() <= losses(undisturbed[0]).items()
+
+
 def test_recomputing_whole_layers_changes_no_loss(undisturbed, train, tmp_path):
     lines, said = train(tmp_path / "run", "--steps", "3", "--remat", "layer")
     assert "remat layer" in said

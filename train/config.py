@@ -100,6 +100,10 @@ class Config:
     """Steps between two evaluations; without it after the last step only, where there is always one."""
     eval_batches: Annotated[int | None, flags.whole] = None
     """Most batches of one evaluation; without it: 16."""
+    sample_every: Annotated[int | None, flags.whole] = None
+    """Steps between two samples of what the model writes, and one after the last step; without it: none."""
+    sample_prompt: Annotated[str | None, flags.parsed(str, "TEXT")] = None
+    """Text that samples continue; without it: the beginning of a row that is evaluated, or else trained on."""
     run_dir: Annotated[Path | None, flags.parsed(Path, "PATH")] = None
     """Folder of config, checkpoints, scalars and profiles; without it: runs/MODEL-HASH, by configuration."""
     save_every: Annotated[int, flags.whole] = 100
@@ -144,6 +148,8 @@ class Config:
             if path is not None and not path.exists():
                 raise InputError(f"{flag} {path}: a file or folder that exists")
         self._check_evaluation()
+        if self.sample_prompt is not None and self.sample_every is None:
+            raise InputError(f"--sample-prompt {self.sample_prompt}: with --sample-every N")
         if self.run_dir is not None and self.run_dir.exists() and not self.run_dir.is_dir():
             raise InputError(f"--run-dir {self.run_dir}: a folder, or a name for a new one")
 
@@ -215,7 +221,16 @@ def model_of(settings: dict[str, Any]) -> LlamaConfig:
     return model
 
 
-_MAY_CHANGE = {"steps", "save_every", "profile_steps", "eval_data", "eval_every", "eval_batches"}
+_MAY_CHANGE = {
+    "steps",
+    "save_every",
+    "profile_steps",
+    "eval_data",
+    "eval_every",
+    "eval_batches",
+    "sample_every",
+    "sample_prompt",
+}
 
 
 def _to_json(config: Config) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,13 +22,17 @@ from models.config import LlamaConfig
 from models.llama import Cache, Llama
 from train import config
 from train.checkpoint import Checkpoints
+from train.data import Data
 from train.export import read_settings
 from train.flags import InputError, MeshShape
 from train.mesh import make_mesh
-from train.program import make_model
+from train.program import make_model, model_maker
 from train.sharding import HEADS, TOKENS
 from train.step import OptimizerConfig, Params, Program, build
 from train.tokenizer import Tokenizer, load_tokenizer
+
+_SAMPLED = 128
+_SHOWN = 64
 
 CreateModel = Callable[[nnx.Rngs], Llama]
 
@@ -165,19 +171,28 @@ class Decoder:
         self._prefill = jax.jit(prefill, out_shardings=(whole, cached))
         self._decode = jax.jit(decode, out_shardings=(whole, cached), donate_argnums=1)
 
+    def check(self, length: int, num_tokens: int) -> int:
+        """Returns the length of the rows in which a prompt of this length gets so many tokens more.
+
+        Raises:
+          InputError: it is more than the model's sliding window.
+        """
+        total = math.ceil((length + num_tokens) / self._mesh.shape["seq"]) * self._mesh.shape["seq"]
+        if self._window is not None and total > self._window:
+            raise InputError(
+                f"a prompt of {length} tokens and {num_tokens} more: at most {self._window} together, "
+                "the sliding window of the model"
+            )
+        return total
+
     def __call__(self, params: Params, prompt: np.ndarray, num_tokens: int, *, seed: int = 0) -> Iterator[int]:
         """Yields `num_tokens` tokens after the prompt, which has at least one; compiled once for each total length.
 
         Raises:
-          InputError: both together are longer than the model's sliding window.
+          InputError: as `check`.
         """
-        shape, length = self._mesh.shape, len(prompt)
-        total = -(-(length + num_tokens) // shape["seq"]) * shape["seq"]
-        if self._window is not None and total > self._window:
-            raise InputError(
-                f"--max-tokens {num_tokens}: with the {length} of the prompt at most {self._window} tokens"
-            )
-        rows = np.zeros((shape["data"], total), np.int32)
+        total, length = self.check(len(prompt), num_tokens), len(prompt)
+        rows = np.zeros((self._mesh.shape["data"], total), np.int32)
         rows[:, :length] = prompt
         tokens = jax.device_put(rows, NamedSharding(self._mesh, TOKENS))
         token, cache = self._prefill(params, tokens, np.int32(length), np.uint32(seed))
@@ -185,3 +200,36 @@ class Decoder:
         for position in range(length, length + num_tokens - 1):
             token, cache = self._decode(params, cache, token, np.int32(position), np.uint32(seed))
             yield int(jax.device_get(token)[0])
+
+
+class Samples:
+    """What a model of a training writes, from its parameters: the same prompt and the same draws each time.
+
+    Raises:
+      InputError: a prompt in words where nobody knows which tokens they are, or one that the model has no room for.
+    """
+
+    def __init__(self, settings: config.Config, mesh: Mesh, data: Data) -> None:
+        self._tokenizer, self._seed = data.tokenizer, settings.seed
+        self._num_tokens = min(_SAMPLED, max(settings.seq_len // 2, 1))
+        if settings.sample_prompt is None:
+            row = (data.held_out or data.training)[0].rows[0]["tokens"]
+            self._prompt = row[: settings.seq_len - self._num_tokens]
+        elif data.tokenizer is None:
+            raise InputError(f"--sample-prompt {settings.sample_prompt}: --tokenizer, to make tokens of it")
+        else:
+            self._prompt = data.tokenizer.prompt(settings.sample_prompt)
+        self._decoder = Decoder(model_maker(settings, mesh), mesh, Choice())
+        self._decoder.check(len(self._prompt), self._num_tokens)
+
+    def __call__(self, params: Params) -> str:
+        """The end of the prompt, a bar, and how it goes on; numbers of tokens where the tokenizer is not known."""
+        end = self._tokenizer.end if self._tokenizer else ()
+        tokens = self._decoder(params, self._prompt, self._num_tokens, seed=self._seed)
+        written = list(itertools.takewhile(lambda token: token not in end, tokens))
+        return f"{self._text(self._prompt[-_SHOWN:].tolist())}|{self._text(written)}"
+
+    def _text(self, tokens: list[int]) -> str:
+        if self._tokenizer is None:
+            return " ".join(map(str, tokens))
+        return "".join(map(self._tokenizer.stream(), tokens))

@@ -19,6 +19,7 @@ from models import huggingface
 from train import data
 from train.checkpoint import Checkpoints
 from train.config import Config, open_run_dir, run_dir_of
+from train.decode import Samples
 from train.evaluation import Evaluation
 from train.flags import InputError, StepRange
 from train.interrupt import Interrupt
@@ -47,6 +48,7 @@ def run(config: Config, command: list[str]) -> None:
     batches = data.Batches(opened.training, batch_size=config.batch_size, seed=config.seed)
     evaluation = _make_evaluation(config, opened)
     program = build_program(config, mesh)
+    samples = Samples(config, mesh, opened) if config.sample_every else None
     run_dir = open_run_dir(config)
     _introduce(config, mesh, opened, evaluation, run_dir)
     size = bytes_per_device(program.state_struct)
@@ -80,6 +82,8 @@ def run(config: Config, command: list[str]) -> None:
                     checkpoints.save(done, state, batches.position)
                 if evaluation is not None and (done == config.steps or done % (config.eval_every or config.steps) == 0):
                     report.evaluation(done, evaluation(functools.partial(_token_losses, program, state)))
+                if samples is not None and (done == config.steps or done % (config.sample_every or 1) == 0):
+                    report.sample(done, samples(state.params))
         if done > start and done % config.save_every != 0:
             checkpoints.save(done, state, batches.position)
     _conclude(report, done, config, run_dir, command)

@@ -74,6 +74,16 @@ class Report:
             _print_line({"step": step, **metrics})
         self._clock = time.perf_counter()
 
+    def sample(self, step: int, text: str) -> None:
+        """Shows what the model writes after a step, whose time is not the next step's."""
+        indented = "".join(f"    {line}\n" for line in text.splitlines())  # verbatim in Markdown
+        self._scalars.add_text("sample", indented, step)
+        if self._live:
+            say(f"sample    {text}")
+        else:
+            print(json.dumps({"step": step, "sample": text}), flush=True)
+        self._clock = time.perf_counter()
+
     def _add_scalars(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self._scalars.add_scalar(name, value, step)
