@@ -142,6 +142,7 @@ def _make_evaluation(config: Config, opened: data.Data) -> Evaluation | None:
         batch_size=config.batch_size,
         num_batches=config.eval_batches or 16,
         num_bytes=opened.num_bytes,
+        num_workers=config.mesh.seq,
     )
 
 
