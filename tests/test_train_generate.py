@@ -1,8 +1,9 @@
-"""train.decode and train.generate: a cache changes no token, how tokens are drawn, and the command."""
+"""train.decode, train.generate, train.needle: a cache changes no token, how tokens are drawn, and the commands."""
 
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,13 @@ from jax.sharding import AxisType, Mesh
 
 from models import huggingface
 from models.config import LlamaConfig
-from train import decode, generate
+from train import decode, generate, needle
 from train.checkpoint import Checkpoints
 from train.config import open_run_dir, parse
 from train.data import open_data
-from train.decode import Choice, Decoder, Samples, restore
+from train.decode import Choice, Decoder, Restored, Samples, restore
 from train.flags import InputError, MeshShape
+from train.loss import IGNORED
 from train.program import make_model
 from train.step import OptimizerConfig, build
 from train.tokenizer import SEPARATOR, ByteTokenizer
@@ -211,3 +213,52 @@ def test_samples_continue_the_beginning_of_a_row(tmp_path, monkeypatch):
 def test_bytes_become_text_once_a_character_is_whole():
     stream = ByteTokenizer().stream()
     assert [stream(byte) for byte in [*"aé".encode(), SEPARATOR, 263]] == ["a", "", "é", "", ""]
+
+
+def test_a_fact_is_hidden_at_its_depth_and_asked_for_at_the_end():
+    encode = lambda text: np.frombuffer(text.encode(), np.uint8)
+    haystack = np.full(300, ord("."), np.uint8)
+    texts = {}
+    for depth in (0, 0.5, 1, None):
+        row, count = needle.hide(encode, haystack, 200, depth, 7)
+        texts[depth] = bytes(row.astype(np.uint8)).decode()
+        assert len(row) == 200 and re.fullmatch(r" \d{5}", texts[depth][-count:])
+    fact = re.search(r"\nThe secret number of (\w+) is( \d+)\.\n", texts[0])
+    asked = f"\nThe secret number of {fact[1]} is{fact[2]}"
+    assert all(text.endswith(asked) and text.count(asked) == 1 + (depth is not None) for depth, text in texts.items())
+    room = 200 - len(fact[0]) - len(asked)
+    assert [texts[depth].index(fact[0]) for depth in (0, 0.5, 1)] == [0, round(room / 2), room]
+    with pytest.raises(InputError, match=r"--lengths 50: at least \d\d tokens"):
+        needle.hide(encode, haystack, 50, 0, 7)
+
+
+def test_needles_are_told_by_depth_and_length(run_dir, tmp_path, capsys):
+    flags = ["--platform", "cpu", "--lengths", "96", "--depths", "0.5", "--repeats", "2", "--mesh", "data=2"]
+    assert needle.main([str(run_dir), *flags, "--out", str(tmp_path / "table.png")]) == 0
+    header, half, none, _ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["depth", "96"]
+    assert re.fullmatch(r"0\.5 +0% \d\.\d\d", half) and re.fullmatch(r"none +0% \d\.\d\d", none)
+    assert (tmp_path / "table.png").stat().st_size > 1000
+
+
+def test_needles_that_are_written_are_counted(run_dir, monkeypatch):
+    monkeypatch.setattr(Decoder, "__call__", lambda _, params, prompt, count: iter([0] * count))
+    monkeypatch.setattr(Restored, "token_losses", lambda _, batch: 1.0 * (batch["labels"] != IGNORED))
+    monkeypatch.setattr(needle, "hide", lambda *_: (np.array([5, 0, 0], np.int32), 2))
+    settings = needle.Settings(run_dir, lengths=(3,), depths=(1,), platform="cpu")
+    assert needle.measure(settings) == {(1, 3): needle.Found(1, 1), (None, 3): needle.Found(1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lengths", "63", "--mesh", "seq=2"], "--lengths 63: a multiple of the seq axis of --mesh data=1,seq=2"),
+        (["--repeats", "3", "--mesh", "data=2"], "--repeats 3: a multiple of the data axis"),
+        (["--depths", "2"], "--depths 2: numbers from 0 to 1"),
+        (["--out", "table.jpg"], "--out table.jpg: a name that ends in .png"),
+    ],
+)
+def test_needles_that_cannot_be_hidden_are_refused_in_one_line(run_dir, capsys, flags, message):
+    assert needle.main([str(run_dir), *flags]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1

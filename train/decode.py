@@ -44,7 +44,7 @@ class Restored:
     Attributes:
       origin: what it is, for people.
       data: the settings --data of its run, as far as they are paths that exist.
-      program: of which `token_losses` and `batch_sharding` are of use without a training.
+      program: of its training, of which nothing is needed here but how parameters and batches lie, and the loss.
     """
 
     origin: str
@@ -55,6 +55,12 @@ class Restored:
     create_model: CreateModel
     program: Program
     params: Params
+
+    def token_losses(self, batch: dict[str, np.ndarray]) -> np.ndarray:
+        """Cross entropy [B T] in nats of tokens and labels, as those of a training; the mesh divides B and T."""
+        return jax.device_get(
+            self.program.token_losses(self.params, jax.device_put(batch, self.program.batch_sharding))
+        )
 
 
 def restore(directory: Path, shape: MeshShape, platform: config.Platform) -> Restored:
