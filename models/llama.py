@@ -1,5 +1,7 @@
 """Llama as a Flax NNX module that is given its attention function; layers are stacked and scanned.
 
+`prefill` and `decode` run the same layers with a cache of keys and values, token after token.
+
 Parameters are float32 and carry Hugging Face's names, with kernels as [in, out] and heads as a dimension of
 their own. Arrays are global: how they lie on a mesh is decided by whoever calls.
 """
@@ -18,6 +20,7 @@ from models.config import LlamaConfig
 
 Attention = Callable[[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Array]
 Remat = Callable[[Callable], Callable]
+Cache = tuple[Float[Array, "L B T K H"], Float[Array, "L B T K H"]]
 Gather = Callable[[str, Array], Array]
 Rotation = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
 
@@ -37,9 +40,9 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
     return frequencies.astype(np.float32)
 
 
-def rotation(config: LlamaConfig, num_positions: int) -> Rotation:
-    """Cosine and sine of every position's angles, times the magnitude of `rope_scaling`."""
-    positions = jnp.arange(num_positions, dtype=jnp.int32).astype(jnp.float32)
+def rotation(config: LlamaConfig, num_positions: int, first: int | Int[Array, ""] = 0) -> Rotation:
+    """Cosine and sine of the angles of positions from `first` on, times the magnitude of `rope_scaling`."""
+    positions = (first + jnp.arange(num_positions, dtype=jnp.int32)).astype(jnp.float32)
     angles = positions[:, None] * rope_frequencies(config)
     magnitude = 1.0 if config.rope_scaling is None else config.rope_scaling.magnitude
     return magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
@@ -60,13 +63,12 @@ def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], std: float) -> nnx.Param:
 class Layer(nnx.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: LlamaConfig, *, attention: Attention, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         width, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         head_dim, mlp_width = config.head_dim, config.intermediate_size
         # Both branches end in a projection whose scale keeps the residual stream's variance flat in depth.
         depth = math.sqrt(2 * config.num_hidden_layers)
         self.config = config
-        self.attention = attention
         self.input_layernorm = nnx.Param(jnp.ones(width))
         self.q_proj = _weight(rngs, (width, heads, head_dim), width**-0.5)
         self.k_proj = _weight(rngs, (width, kv_heads, head_dim), width**-0.5)
@@ -84,7 +86,10 @@ class Layer(nnx.Module):
         self.up_proj = _weight(rngs, (width, mlp_width), width**-0.5)
         self.down_proj = _weight(rngs, (mlp_width, width), mlp_width**-0.5 / depth)
 
-    def __call__(self, x: Float[Array, "B T D"], cos_sin: Rotation) -> Float[Array, "B T D"]:
+    def __call__[Kept](
+        self, x: Float[Array, "B T D"], cos_sin: Rotation, attend: Callable[[Array, Array, Array], tuple[Array, Kept]]
+    ) -> tuple[Float[Array, "B T D"], Kept]:
+        """(output, kept), where attend(q, k, v), with the rotated q and k, returns the attention and what is kept."""
         eps = self.config.rms_norm_eps
         with jax.named_scope("qkv"):
             normed = rms_norm(x, self.input_layernorm[...], eps=eps)
@@ -101,14 +106,14 @@ class Layer(nnx.Module):
         with jax.named_scope("rope"):
             q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
         with jax.named_scope("attention"):
-            out = self.attention(q, k, v)
+            out, kept = attend(q, k, v)
         with jax.named_scope("attention_out"):
             x = x + _project("btnh,nhd->btd", out, self.o_proj)
         with jax.named_scope("mlp"):
             normed = rms_norm(x, self.post_attention_layernorm[...], eps=eps)
             gate = _project("btd,df->btf", normed, self.gate_proj)
             up = _project("btd,df->btf", normed, self.up_proj)
-            return x + _project("btf,fd->btd", jax.nn.silu(gate) * up, self.down_proj)
+            return x + _project("btf,fd->btd", jax.nn.silu(gate) * up, self.down_proj), kept
 
 
 def _project(equation: str, x: Float[Array, "..."], weight: nnx.Param) -> Float[Array, "..."]:
@@ -140,9 +145,10 @@ class Llama(nnx.Module):
         @nnx.split_rngs(splits=config.num_hidden_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stack(layer_rngs: nnx.Rngs) -> Layer:
-            return Layer(config, attention=attention, rngs=layer_rngs)
+            return Layer(config, rngs=layer_rngs)
 
         self.config = config
+        self.attention = attention
         self.remat = remat
         self.gather = gather
         self.dtype = dtype
@@ -163,20 +169,72 @@ class Llama(nnx.Module):
         Raises:
             ValueError: the sequence is longer than the model's sliding window.
         """
+        return self._read(tokens, lambda q, k, v: (self.attention(q, k, v), None))[0]
+
+    def prefill(self, tokens: Int[Array, "B T"]) -> tuple[Float[Array, "B T D"], Cache]:
+        """(hidden states, keys and values of every layer), with which `decode` goes on at any position below T.
+
+        Raises:
+            ValueError: as the call.
+        """
+        return self._read(tokens, lambda q, k, v: (self.attention(q, k, v), (k, v)))
+
+    def decode(
+        self, tokens: Int[Array, "B 1"], position: Int[Array, ""], cache: Cache
+    ) -> tuple[Float[Array, "B 1 D"], Cache]:
+        """(hidden states, cache with this token) of one token a row, which sees the cache below `position` and itself.
+
+        What the cache holds from `position` on is not read, so that a prompt may be padded at its end.
+        """
+        x, cos_sin = self._embed(tokens), rotation(self.config, 1, position)
+        apply_layer, weights = self._stack(cos_sin)
+        lengths = jnp.broadcast_to(position + 1, tokens.shape[:1])
+
+        def next_layer(carry, layer):
+            x, cache = carry
+            index, weights = layer
+
+            def attend(q, k, v):
+                # Into the whole cache, which XLA does in place: as outputs of the scan all of it would be copied.
+                write = lambda all, new: jax.lax.dynamic_update_slice(all, new[None], (index, 0, position, 0, 0))
+                written = write(cache[0], k), write(cache[1], v)
+                keys, values = (jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in written)
+                # Of 16-bit inputs it makes float32 scores by a promotion that the strict rules refuse.
+                with jax.numpy_dtype_promotion("standard"):
+                    return jax.nn.dot_product_attention(q, keys, values, key_value_seq_lengths=lengths), written
+
+            return apply_layer(x, weights, attend), None
+
+        layers = (jnp.arange(self.config.num_hidden_layers, dtype=jnp.int32), weights)
+        (x, cache), _ = jax.lax.scan(next_layer, (x, cache), layers)
+        return self._final_norm(x), cache
+
+    def _read(self, tokens, attend):
+        """(hidden states, what `attend` keeps of each layer) of whole rows."""
         window = self.config.sliding_window
         if window is not None and tokens.shape[1] > window:
             raise ValueError(f"sliding_window={window} must be at least the {tokens.shape[1]} tokens of a sequence")
+        x = self._embed(tokens)
+        apply_layer, weights = self._stack(rotation(self.config, tokens.shape[1]))
+        x, kept = jax.lax.scan(self.remat(lambda x, weights: apply_layer(x, weights, attend)), x, weights)
+        return self._final_norm(x), kept
+
+    def _embed(self, tokens):
         with jax.named_scope("embed"):
-            x = self.gather("embed_tokens", self.embed_tokens[...])[tokens].astype(self.dtype)
-            cos_sin = rotation(self.config, tokens.shape[1])
+            return self.gather("embed_tokens", self.embed_tokens[...])[tokens].astype(self.dtype)
+
+    def _stack(self, cos_sin: Rotation):
+        """((x, weights, attend) -> what the layer of these weights returns, the weights of all layers)."""
         graphdef, stacked = nnx.split(self.layers)
 
-        def apply_layer(x, weights):
+        def apply_layer(x, weights, attend):
             with jax.named_scope("gather"):
                 layer = nnx.State({name: self.gather(name, weight) for name, weight in weights.items()})
             with jax.named_scope("layer"):
-                return nnx.merge(graphdef, layer)(x, cos_sin), None
+                return nnx.merge(graphdef, layer)(x, cos_sin, attend)
 
-        x, _ = jax.lax.scan(self.remat(apply_layer), x, nnx.to_pure_dict(stacked))
+        return apply_layer, nnx.to_pure_dict(stacked)
+
+    def _final_norm(self, x):
         with jax.named_scope("final_norm"):
             return rms_norm(x, self.gather("norm", self.norm[...]), eps=self.config.rms_norm_eps)

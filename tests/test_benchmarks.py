@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from benchmarks import assemble, cases, harness, kernel, peers, plot, strategies, tune
+from benchmarks import assemble, cases, far, harness, kernel, peers, plot, strategies, tune
 from benchmarks.cases import KERNEL, KERNEL_DEFAULT, Case, select
 from benchmarks.kernel import Key
 from pallas_kernels import BlockAttention, block_sizes, xla
 from pallas_kernels.block_sizes import CANDIDATES, TABLE, ForwardBlocks
+from train.data import Rows
 
 SMALL = {
     "full": Case(60, 4, 2, 64, is_causal=False),
@@ -342,3 +343,33 @@ def test_what_ours_is_compared_with_computes_the_same(name):
         arrays, expected = ([dealt(x, 4) for x in group] for group in (arrays, expected))
     for gradient, wanted in zip(jax.jit(functools.partial(both, attention))(*arrays), expected, strict=True):
         np.testing.assert_allclose(gradient, wanted, atol=1e-5)
+
+
+def test_a_code_is_told_in_the_first_eighth_and_asked_for_in_the_last_half_of_each_other():
+    rows = far.with_codes(np.arange(2000) % 256, 50, seed=0)
+    is_code = rows >= far.FIRST_CODE
+    assert is_code[:, : far.SIZE].all() and (rows[is_code].reshape(50, -1) == rows[:, :1]).all()
+    asked, places = np.nonzero(rows == far.QUESTION)
+    assert is_code[asked, places + 1].all() and (is_code[:, far.SIZE :].sum(axis=1) == 7).all()
+    assert sorted(set((places + 1) // far.SIZE)) == list(range(1, 8))
+    assert far.is_cut(far.LENGTH)[places + 1].all() and far.is_cut(far.LENGTH)[places].all()
+
+
+def test_what_is_far_shows_in_rows_and_in_the_picture(tmp_path):
+    """A reader that knows an answer once it has seen more than an eighth of the row, and guesses before."""
+    losses = lambda batch: np.where(
+        batch["labels"] == -1, 0, np.where(np.arange(batch["labels"].shape[1]) < far.SIZE, 4.0, 1.0)
+    )
+    stream = far.with_codes(np.arange(2000) % 256, 3, seed=0)
+    rows = Rows(stream.reshape(-1), far.LENGTH)
+    curves = {name: far.evaluate(losses, [rows[i] for i in range(3)], name) for name in ("text", "code")}
+    assert curves["code"].is_scored.sum() == 3 * 7
+    made = [row for name, of in curves.items() for row in far.to_rows(name, of)]
+    assert [(row["case"], row["mode"], row["p50"]) for row in made] == [
+        ("512_tiny_text", "full", 1.0),
+        ("512_tiny_text", "cut_to_64", 4.0),
+        ("512_tiny_code", "full", 1.0),
+        ("512_tiny_code", "cut_to_64", 4.0),
+    ]
+    far.draw(curves).savefig(tmp_path / "far.png")
+    assert (tmp_path / "far.png").stat().st_size > 10_000

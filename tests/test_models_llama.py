@@ -38,7 +38,8 @@ PARAMETERS = {
 
 
 def causal_attention(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    with jax.numpy_dtype_promotion("standard"):  # for 16-bit inputs
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
 def keep_everything(layer):
@@ -219,3 +220,18 @@ def test_remat_changes_no_gradient():
 
     plain, rematerialised = gradients(keep_everything), gradients(jax.checkpoint)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), plain, rematerialised)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_decoding_from_a_cache_gives_the_hidden_states_of_the_whole_row(dtype):
+    model, tokens, length = create(SMALL, dtype=dtype), some_tokens((2, 9)), 4
+    whole = model(tokens)
+    # What lies behind the prompt is overwritten before it is seen.
+    hidden, cache = model.prefill(tokens.at[:, length:].set(7))
+    rows = [hidden[:, :length]]
+    for position in range(length, 9):
+        hidden, cache = model.decode(tokens[:, position : position + 1], jnp.int32(position), cache)
+        rows.append(hidden)
+    assert jax.tree.map(jnp.shape, cache) == ((3, 2, 9, 2, 8),) * 2
+    # bfloat16 rounds in another order, float32 hardly.
+    np.testing.assert_allclose(jnp.concatenate(rows, axis=1), whole, atol=2e-5 if dtype == jnp.float32 else 0.1)

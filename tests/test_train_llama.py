@@ -156,10 +156,20 @@ def test_an_evaluation_is_reported_and_changes_no_step(undisturbed, train, tmp_p
     assert evaluated[0]["eval_num_tokens"] == 2 * 4 * 31
     assert evaluated[0]["eval_bits_per_byte"] == pytest.approx(evaluated[0]["eval_loss"] / math.log(2))
     assert {f"eval_loss_from_{position}" for position in (0, 2, 4, 8, 16)} <= evaluated[0].keys()
+    assert evaluated[0]["eval_loss_cut_to_4"] > 0 and evaluated[0]["eval_loss_not_cut"] > 0
     assert f"evaluates 8 rows of {tmp_path / 'eval.txt'}" in said
     assert b"eval_bits_per_byte" in next((tmp_path / "run").glob("events.out.tfevents.*")).read_bytes()
     trained = [line for line in lines if "loss" in line]
     assert losses(trained).items() <= losses(undisturbed[0]).items()
+
+
+def test_samples_are_reported_and_change_no_step(undisturbed, train, tmp_path):
+    lines, _ = train(tmp_path / "run", "--steps", "3", "--sample-every", "2", "--sample-prompt", "import o")
+    samples = [line for line in lines if "sample" in line]
+    assert [line["step"] for line in samples] == [2, 3]
+    assert all(line["sample"].startswith("import o|") for line in samples)
+    assert b"    import o|" in next((tmp_path / "run").glob("events.out.tfevents.*")).read_bytes()
+    assert losses([line for line in lines if "loss" in line]).items() <= losses(undisturbed[0]).items()
 
 
 def test_recomputing_whole_layers_changes_no_loss(undisturbed, train, tmp_path):

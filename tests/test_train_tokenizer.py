@@ -274,3 +274,23 @@ def test_parquet_without_pyarrow_names_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(InputError, match=r"needs pyarrow, pip install 'distflash_jax\[parquet\]'"):
         load(tmp_path / "a.parquet", 280)
+
+
+@pytest.mark.parametrize(
+    "post_processor, config, before, end",
+    [
+        (None, {"eos_token": "</s>"}, [], {1}),
+        (ADDS_BOTH, {"eos_token": "<|im_end|>"}, [0], {3}),
+        (ADDS_BOS, {}, [0], {0}),
+    ],
+)
+def test_a_prompt_is_the_beginning_of_a_text_and_its_stream_is_whole_characters(
+    make, post_processor, config, before, end
+):
+    tokenizer = make(post_processor=post_processor, **config)
+    prompt = tokenizer.prompt("hello é").tolist()
+    assert prompt[: len(before)] == before and tokenizer.end == end
+    assert [*prompt, *end] == ids_of(tokenizer, "hello é") or config == {}
+    stream = tokenizer.stream()
+    pieces = [stream(token) for token in [*prompt, *end]]
+    assert "".join(pieces) == "hello é" and not any("\ufffd" in piece for piece in pieces)

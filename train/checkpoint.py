@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as orbax
@@ -81,11 +80,12 @@ class Checkpoints:
             )
         return None
 
-    def newest(self, struct: dict[str, Any]) -> tuple[int, Callable[[str], np.ndarray]]:
+    def newest(self, struct: dict[str, Any]) -> tuple[int, Callable[[str], jax.Array]]:
         """Returns the step of the newest checkpoint and what reads one of its arrays by name, such as params.norm.
 
         Args:
           struct: the shapes and dtypes that the arrays must have, by name; all that are in the same parts of the state.
+            They come to lie as it says, without shardings on the first device.
 
         Raises:
           InputError: there is no checkpoint, or it cannot be read, or its arrays are others.
@@ -103,11 +103,11 @@ class Checkpoints:
         parts = {name.partition(".")[0] for name in struct}
         self._check_same(step, struct, {name: x for name, x in found.items() if name.partition(".")[0] in parts})
 
-        def read(name: str) -> np.ndarray:
-            here = SingleDeviceSharding(jax.local_devices()[0])
-            wanted = {name: jax.ShapeDtypeStruct(struct[name].shape, struct[name].dtype, sharding=here)}
+        def read(name: str) -> jax.Array:
+            sharding = struct[name].sharding or SingleDeviceSharding(jax.local_devices()[0])
+            wanted = {name: jax.ShapeDtypeStruct(struct[name].shape, struct[name].dtype, sharding=sharding)}
             with _PARTIAL:
-                return np.asarray(orbax.load_checkpointables(path, {"state": wanted})["state"][name])
+                return orbax.load_checkpointables(path, {"state": wanted})["state"][name]
 
         return step, read
 

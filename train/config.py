@@ -3,16 +3,13 @@
 Imports no JAX, so that `--help` and a wrong flag are answered at once.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib.util
-import io
 import itertools
 import json
-import re
 import tempfile
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -107,6 +104,10 @@ class Config:
     """Steps between two evaluations; without it after the last step only, where there is always one."""
     eval_batches: Annotated[int | None, flags.whole] = None
     """Most batches of one evaluation; without it: 16."""
+    sample_every: Annotated[int | None, flags.whole] = None
+    """Steps between two samples of what the model writes, and one after the last step; without it: none."""
+    sample_prompt: Annotated[str | None, flags.parsed(str, "TEXT")] = None
+    """Text that samples continue; without it: the beginning of a row that is evaluated, or else trained on."""
     run_dir: Annotated[Path | None, flags.path("PATH")] = None
     """Folder of config, checkpoints, scalars and profiles; without it: runs/MODEL-HASH, by configuration."""
     save_every: Annotated[int, flags.whole] = 100
@@ -170,6 +171,8 @@ class Config:
                 raise InputError(f"{flag} {path}: a file or folder that exists{perhaps_beside(path)}")
         self._check_evaluation()
         self._check_processes()
+        if self.sample_prompt is not None and self.sample_every is None:
+            raise InputError(f"--sample-prompt {self.sample_prompt}: with --sample-every N")
         if self.run_dir is not None and self.run_dir.exists() and not self.run_dir.is_dir():
             raise InputError(f"--run-dir {self.run_dir}: a folder, or a name for a new one")
         if self.log is not None and importlib.util.find_spec(self.log) is None:
@@ -219,22 +222,9 @@ def parse(arguments: Sequence[str]) -> Config:
     Raises:
       InputError: a flag or its value is not allowed.
     """
-    given = collections.Counter(_flag_name(word[2:].partition("=")[0]) for word in arguments if word.startswith("--"))
-    for flag, count in given.items():
-        if count > 1 and flag != "--data":
-            raise InputError(f"{flag}: once, found {count} times; --data alone may be repeated")
-    complaint = io.StringIO()
-    words = [*_saved_arguments(arguments, given.keys()), *arguments]
-    try:
-        with contextlib.redirect_stderr(complaint):
-            config, unknown = tyro.cli(Config, args=words, prog="python -m train.llama", return_unknown_args=True)
-    except SystemExit as stop:
-        if stop.code == 0:
-            raise
-        raise InputError(_message_in(complaint.getvalue())) from None
-    if unknown:
-        near = perhaps(unknown[0].partition("=")[0], map(_flag_name, _names()))
-        raise InputError(f"{unknown[0]}: a flag of this command{near or ', see --help'}")
+    given = flags.given(arguments)
+    words = [*_saved_arguments(arguments, given), *arguments]
+    config = flags.cli(Config, words, "python -m train.llama", ModelOverrides, repeatable={"--data"})
     heads = config.llama.num_key_value_heads
     if heads % config.mesh.tensor != 0:
         raise InputError(f"--mesh {config.mesh}: a tensor axis that divides the model's {heads} key/value heads")
@@ -262,9 +252,9 @@ def _saved_arguments(arguments: Sequence[str], given: Set[str]) -> list[str]:
         raise InputError(f"--config {path}: settings of this command, found {min(unknown)}{near}")
     replaced = {flag for pair in _ALTERNATIVES if given & set(pair) for flag in pair} | given
     return [
-        f"{_flag_name(name)}={json.dumps(value) if isinstance(value, bool) else value}"
+        f"{flags.flag_name(name)}={json.dumps(value) if isinstance(value, bool) else value}"
         for name, values in saved.items()
-        if name != "origin" and _flag_name(name) not in replaced
+        if name != "origin" and flags.flag_name(name) not in replaced
         for value in (values if isinstance(values, list) else [values])
         if value is not None
     ]
@@ -273,21 +263,6 @@ def _saved_arguments(arguments: Sequence[str], given: Set[str]) -> list[str]:
 def _names() -> set[str]:
     """All settings, which are all flags."""
     return {field.name for field in dataclasses.fields(Config) + dataclasses.fields(ModelOverrides)} - {"overrides"}
-
-
-def _flag_name(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
-
-
-def _message_in(box: str) -> str:
-    """What one of tyro's boxes says, as one line that begins with the flag."""
-    rows = (row.strip(" │|╭╮╰╯+") for row in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines())
-    text = " ".join(row for row in rows if row)
-    if found := re.search(r"Error parsing (--[\w-]+): (.*?) [─-]{9}", text):
-        return f"{found[1]} {found[2]}"
-    if found := re.search(r"Missing value for argument '(--[\w-]+)'", text):
-        return f"{found[1]}: a value after the flag"
-    return text
 
 
 def model_of(settings: dict[str, Any]) -> LlamaConfig:
@@ -299,9 +274,9 @@ def model_of(settings: dict[str, Any]) -> LlamaConfig:
     names = [field.name for field in dataclasses.fields(ModelOverrides)]
     given = {name: settings[name] for name in names if settings[name] is not None}
     source = f"--model {settings['model']}" if settings["origin"] is None else f"--init-from {settings['init_from']}"
-    words = "".join(f" {_flag_name(name)} {value}" for name, value in given.items())
+    words = "".join(f" {flags.flag_name(name)} {value}" for name, value in given.items())
     if settings["origin"] is not None and (fixed := given.keys() - {"rope_theta", "rope_scaling"}):
-        raise InputError(f"{source}{words}: no {_flag_name(min(fixed))}, which config.json decides")
+        raise InputError(f"{source}{words}: no {flags.flag_name(min(fixed))}, which config.json decides")
     extension = given.pop("rope_scaling", None)
     try:
         base = PRESETS[settings["model"]] if settings["origin"] is None else config_json.from_json(settings["origin"])
@@ -317,7 +292,17 @@ def model_of(settings: dict[str, Any]) -> LlamaConfig:
     return model
 
 
-_MAY_CHANGE = {"steps", "save_every", "profile_steps", "eval_data", "eval_every", "eval_batches", "log"}
+_MAY_CHANGE = {
+    "steps",
+    "save_every",
+    "profile_steps",
+    "eval_data",
+    "eval_every",
+    "eval_batches",
+    "sample_every",
+    "sample_prompt",
+    "log",
+}
 # These are not of the training; without run_dir, a run-dir can be moved.
 _NOT_SAVED = (
     *("overrides", "run_dir", "config", "print_config", "dry_run", "device_memory"),
@@ -382,7 +367,7 @@ def check_run_dir(config: Config, *, is_first: bool = True) -> None:
     if saved.get("origin") != settings["origin"] and saved.get("init_from") == settings["init_from"]:
         raise InputError(f"--init-from {config.init_from}: the config.json with which the run in {run_dir} began")
     changed = [
-        f"{_flag_name(name)} was {saved.get(name)} and is {settings.get(name)}"
+        f"{flags.flag_name(name)} was {saved.get(name)} and is {settings.get(name)}"
         for name in sorted((saved.keys() | settings.keys()) - _MAY_CHANGE - {"origin"})
         if saved.get(name) != settings.get(name)
     ]

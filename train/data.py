@@ -172,11 +172,14 @@ class Batches:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What a run trains on, what it evaluates, if anything, and the bytes of text of each token, if known."""
+    """What a run trains on, what it evaluates, if anything, and, if known, the bytes of text of each token and what
+    made the tokens.
+    """
 
     training: list[Share]
     held_out: list[Share]
     num_bytes: np.ndarray | None
+    tokenizer: Tokenizer | None
 
 
 def open_data(config: Config, cache: Path) -> Data:
@@ -207,8 +210,9 @@ def open_data(config: Config, cache: Path) -> Data:
     # Without --tokenizer, nobody knows what the numbers of a token file stand for.
     is_unknown = folder is None and any(map(is_token_file, evaluated))
     if is_unknown or tokenizer.num_bytes is None:
-        return Data(training, held_out, None)
-    return Data(training, held_out, np.pad(tokenizer.num_bytes, (0, max(vocab_size - tokenizer.vocab_size, 0))))
+        return Data(training, held_out, None, None if is_unknown else tokenizer)
+    num_bytes = np.pad(tokenizer.num_bytes, (0, max(vocab_size - tokenizer.vocab_size, 0)))
+    return Data(training, held_out, num_bytes, tokenizer)
 
 
 def _tokenizer_of(config: Config) -> Path | None:

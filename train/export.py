@@ -49,7 +49,7 @@ def export(run_dir: Path, out_dir: Path) -> None:
     """
     if out_dir.exists():
         raise InputError(f"OUT_DIR {out_dir}: a name for a new folder")
-    settings = _settings(run_dir)
+    settings = read_settings(run_dir)
     model, origin = model_of(settings), settings["origin"]
     try:
         content = config_json.to_json(model, origin)
@@ -78,7 +78,12 @@ def export(run_dir: Path, out_dir: Path) -> None:
     )
 
 
-def _settings(run_dir: Path) -> dict[str, Any]:
+def read_settings(run_dir: Path) -> dict[str, Any]:
+    """The config.json of a run.
+
+    Raises:
+        InputError: there is none.
+    """
     try:
         settings = json.loads((run_dir / "config.json").read_text())
         return {"init_from": settings["init_from"], "origin": settings["origin"], **settings}
@@ -91,6 +96,7 @@ def _open_weights(run_dir: Path, model: LlamaConfig) -> tuple[int, dict[str, Any
     # Not above, so that a wrong argument need not wait for JAX.
     import jax
     import jax.numpy as jnp
+    import numpy as np
     from flax import nnx
     from flax.traverse_util import flatten_dict
 
@@ -112,7 +118,7 @@ def _open_weights(run_dir: Path, model: LlamaConfig) -> tuple[int, dict[str, Any
     struct = nnx.to_pure_dict(nnx.state(made))
     named = {f"params.{name}": leaf for name, leaf in flatten_dict(struct, sep=".").items()}
     step, read = Checkpoints(run_dir / "checkpoints").newest(named)
-    return step, struct, lambda name: read(f"params.{name}")
+    return step, struct, lambda name: np.asarray(read(f"params.{name}"))
 
 
 if __name__ == "__main__":

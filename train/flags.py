@@ -1,10 +1,12 @@
 """Flags: the values of the command line that have a form of their own, and how one word becomes each of them."""
 
+import collections
 import contextlib
 import dataclasses
 import difflib
+import io
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,59 @@ class Source:
             if path and not whole.exists() and 0 < float(weight) < float("inf"):
                 return cls(Path(path), float(weight))
         return cls(whole)
+
+
+def cli[Settings](
+    kind: type[Settings], arguments: Sequence[str], prog: str, *nested: type, repeatable: Set[str] = frozenset()
+) -> Settings:
+    """Returns the settings that a command line describes; the fields of `nested` are flags too.
+
+    Raises:
+      InputError: a flag or its value is not allowed, or a flag is given twice that is not repeatable.
+    """
+    for flag, count in collections.Counter(_flags_in(arguments)).items():
+        if count > 1 and flag not in repeatable:
+            alone = f"; {', '.join(sorted(repeatable))} alone may be repeated" if repeatable else ""
+            raise InputError(f"{flag}: once, found {count} times{alone}")
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            settings, unknown = tyro.cli(kind, args=arguments, prog=prog, return_unknown_args=True)
+    except SystemExit as stop:
+        if stop.code == 0:
+            raise
+        raise InputError(_message_in(complaint.getvalue())) from None
+    if unknown:
+        names = [flag_name(field.name) for part in (kind, *nested) for field in dataclasses.fields(part)]  # pyright: ignore
+        near = perhaps(unknown[0].partition("=")[0], names)
+        raise InputError(f"{unknown[0]}: a flag of this command{near or ', see --help'}")
+    return settings
+
+
+def given(arguments: Sequence[str]) -> Set[str]:
+    """The flags of a command line."""
+    return set(_flags_in(arguments))
+
+
+def _flags_in(arguments: Sequence[str]) -> list[str]:
+    return [flag_name(word[2:].partition("=")[0]) for word in arguments if word.startswith("--")]
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def _message_in(box: str) -> str:
+    """What one of tyro's boxes says, as one line that begins with the flag."""
+    rows = (row.strip(" │|╭╮╰╯+") for row in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines())
+    text = " ".join(row for row in rows if row)
+    if found := re.search(r"Error parsing (--[\w-]+): (.*?) [─-]{9}", text):
+        return f"{found[1]} {found[2]}"
+    if found := re.search(r"Missing value for argument '(--[\w-]+)'", text):
+        return f"{found[1]}: a value after the flag"
+    if found := re.search(r"Missing from [^:]+: ([A-Z_]+) ", text):
+        return f"{found[1]}: to be given, see --help"
+    return text
 
 
 def parsed(parse: Callable[[str], Any], metavar: str):

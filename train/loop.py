@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import shlex
@@ -11,6 +12,7 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from distflash_jax import overlap, schedule, which_implementation, xla_flags
@@ -20,6 +22,7 @@ from models import huggingface
 from train import data, distributed
 from train.checkpoint import Checkpoints
 from train.config import Config, check_run_dir, open_run_dir, run_dir_of, settings_of
+from train.decode import Samples
 from train.evaluation import Evaluation
 from train.flags import InputError, StepRange
 from train.interrupt import Interrupt
@@ -29,7 +32,7 @@ from train.program import build_program
 from train.report import Clock, Report, say
 from train.sharding import bytes_per_device
 from train.sinks import Sink, TensorBoard, Tracker
-from train.step import Program, TrainState
+from train.step import Params, Program, TrainState
 
 
 def run(config: Config, command: list[str]) -> None:
@@ -55,6 +58,7 @@ def run(config: Config, command: list[str]) -> None:
     shape = (config.batch_size, config.seq_len)
     part = distributed.part_of(program.batch_sharding, shape)
     batches = data.Batches(opened.training, batch_size=config.batch_size, seed=config.seed, part=part)
+    samples = Samples(config, mesh, opened) if config.sample_every else None
     run_dir = distributed.first_alone("run-dir", lambda: open_run_dir(config, is_first=distributed.is_first()))
     _introduce(config, mesh, opened, evaluation, run_dir)
     size = bytes_per_device(program.state_struct)
@@ -81,7 +85,7 @@ def run(config: Config, command: list[str]) -> None:
             Profile(config.profile_steps if distributed.is_first() else None, run_dir) as profile,
         ):
             with clock.phase("compile"):
-                take_step, evaluate = _compile(config, program, evaluation)
+                take_step, evaluate = _compile(config, program, evaluation, clock)
             while done < config.steps and not distributed.any_process(interrupt.requested):
                 done += 1
                 with profile.step(done):
@@ -94,10 +98,15 @@ def run(config: Config, command: list[str]) -> None:
                 if done % config.save_every == 0:
                     with clock.phase("save"):
                         checkpoints.save(done, state, batches.position)
-                if evaluate is not None and (done == config.steps or done % (config.eval_every or config.steps) == 0):
+                is_last = done == config.steps
+                if evaluate is not None and (is_last or done % (config.eval_every or config.steps) == 0):
                     with clock.phase("evaluate"):
                         metrics = evaluate(state)
                     report.evaluation(done, metrics)
+                if samples is not None and (is_last or done % (config.sample_every or 1) == 0):
+                    with clock.phase("evaluate"):
+                        text = samples(state.params)
+                    report.sample(done, text)
         if done > start and done % config.save_every != 0:
             with clock.phase("save"):
                 checkpoints.save(done, state, batches.position)
@@ -156,11 +165,14 @@ def _make_evaluation(config: Config, opened: data.Data) -> Evaluation | None:
         batch_size=config.batch_size,
         num_batches=config.eval_batches or 16,
         num_bytes=opened.num_bytes,
+        num_workers=config.mesh.seq,
     )
 
 
-def _compile(config: Config, program: Program, evaluation: Evaluation | None) -> tuple[Callable, Callable | None]:
-    """The step and, if there is one, the evaluation of a state: compiled ahead, so that no step takes longer."""
+def _compile(
+    config: Config, program: Program, evaluation: Evaluation | None, clock: Clock
+) -> tuple[Callable, Callable[[TrainState], dict[str, float]] | None]:
+    """The step, compiled ahead, and the evaluation of a state if there is one, which compiles as it meets a shape."""
     ids = jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32, sharding=program.batch_sharding)
     batch = {"tokens": ids, "labels": ids}
     step = program.step.lower(program.state_struct, batch).compile()
@@ -168,13 +180,17 @@ def _compile(config: Config, program: Program, evaluation: Evaluation | None) ->
         _tell_of_exposed(step.as_text())
     if evaluation is None:
         return step, None
-    token_losses = program.token_losses.lower(program.state_struct.params, batch).compile()
+    compiled: dict[tuple[int, ...], Callable] = {}
 
-    def evaluate(state: TrainState) -> dict[str, float]:
-        place = lambda batch: distributed.place(batch, program.batch_sharding, batch["tokens"].shape)
-        return evaluation(lambda batch: distributed.gather(token_losses(state.params, place(batch))))
+    def token_losses(params: Params, batch: dict[str, np.ndarray]) -> np.ndarray:
+        shape = batch["tokens"].shape
+        placed = distributed.place(batch, program.batch_sharding, shape)
+        if shape not in compiled:
+            with clock.phase("compile"):
+                compiled[shape] = program.token_losses.lower(params, placed).compile()
+        return distributed.gather(compiled[shape](params, placed))
 
-    return step, evaluate
+    return step, lambda state: evaluation(functools.partial(token_losses, state.params))
 
 
 def _make_sinks(config: Config, run_dir: Path, *, first_step: int) -> list[Sink]:

@@ -17,7 +17,7 @@ from train.config import Config
 from train.cost import peak_flops, step_flops, step_seconds
 from train.flags import InputError, MeshShape
 from train.mesh import usable_memory
-from train.program import build_program, make_model
+from train.program import build_program, model_maker
 from train.sharding import bytes_per_device
 from train.step import Program
 
@@ -111,7 +111,7 @@ def saved_activations(config: Config, mesh: Mesh) -> tuple[int, int]:
 
 def residuals(config: Config, mesh: Mesh) -> list[Any]:
     """Types of all that the model keeps from forward to backward beside its parameters; those of layers are stacked."""
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: make_model(config, mesh, nnx.Rngs(0))))
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: model_maker(config, mesh)(nnx.Rngs(0))))
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32)
     pullback = lambda params, tokens: jax.vjp(lambda params: nnx.merge(graphdef, params)(tokens), params)[1]
     jaxpr = jax.make_jaxpr(pullback)(params, tokens).jaxpr

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
 from distflash_jax import distflash_attention, remat
+from models.config import LlamaConfig
 from models.llama import Llama
-from train.config import Config
+from train.config import Config, Remat, Strategy
 from train.sharding import HEADS, TOKENS, make_gather
 from train.step import OptimizerConfig, Program, build
 
@@ -45,25 +47,38 @@ _POLICIES: dict[str, Callable[[Weights], remat.Policy | None]] = {
 }
 
 
-def make_model(config: Config, mesh: Mesh, rngs: nnx.Rngs) -> Llama:
+def make_model(
+    llama: LlamaConfig,
+    mesh: Mesh,
+    rngs: nnx.Rngs,
+    *,
+    dtype: DTypeLike,
+    remat: Remat = "none",
+    strategy: Strategy = "balanced",
+) -> Llama:
     """A Llama whose attention is spread over the seq axis of the mesh, its heads over tensor."""
     attention = functools.partial(
         distflash_attention,
         mesh=mesh,
         axis="seq",
         spec=HEADS,
-        strategy=config.strategy,
+        strategy=strategy,
         causal=True,
     )
-    dtype = jnp.dtype(config.dtype)
     return Llama(
-        config.llama,
+        llama,
         attention=attention,
-        remat=make_remat(config.remat, mesh),
+        remat=make_remat(remat, mesh),
         gather=make_gather(mesh, dtype),
         dtype=dtype,
         rngs=rngs,
     )
+
+
+def model_maker(config: Config, mesh: Mesh) -> Callable[[nnx.Rngs], Llama]:
+    """What makes the model of a run from random streams."""
+    options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat, "strategy": config.strategy}
+    return functools.partial(make_model, config.llama, mesh, **options)
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:
@@ -77,11 +92,10 @@ def build_program(config: Config, mesh: Mesh) -> Program:
         z_loss=config.z_loss,
         accumulate=config.accumulate,
     )
-    create_model = functools.partial(make_model, config, mesh)
-    return build(create_model, mesh=mesh, optimizer=optimizer, seed=config.seed)
+    return build(model_maker(config, mesh), mesh=mesh, optimizer=optimizer, seed=config.seed)
 
 
-def make_remat(name: str, mesh: Mesh) -> Callable[[Callable], Callable]:
+def make_remat(name: Remat, mesh: Mesh) -> Callable[[Callable], Callable]:
     """Transforms the function of a layer so that its backward keeps what `name` says, and its input lies as tokens."""
 
     def transform(layer: Callable) -> Callable:

@@ -140,6 +140,15 @@ class Report:
         else:
             _print_line({"step": step, **metrics})
 
+    def sample(self, step: int, text: str) -> None:
+        """Shows what the model writes after a step."""
+        for sink in self._sinks:
+            sink.text(step, "sample", text)
+        if self._live:
+            say(f"sample    {text}")
+        else:
+            print(json.dumps({"step": step, "sample": text}), flush=True)
+
     def _pass_on(self, step: int, metrics: dict[str, float]) -> None:
         for sink in self._sinks:
             sink.scalars(step, metrics)

@@ -17,9 +17,11 @@ from train.flags import InputError
 
 
 class Sink(Protocol):
-    """Takes the numbers of a step."""
+    """Takes the numbers, and the texts, of a step."""
 
     def scalars(self, step: int, values: dict[str, float]) -> None: ...
+
+    def text(self, step: int, name: str, text: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -33,6 +35,9 @@ class TensorBoard:
     def scalars(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._writer.add_text(name, _as_code(text), step)
 
     def describe(self, settings: dict[str, Any], timeline: Timeline) -> None:
         """Adds the configuration and the attention's schedule as texts; its picture where matplotlib is installed."""
@@ -74,6 +79,9 @@ class Tracker:
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         self._module.log(values, step=step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._module.log({name: text}, step=step)
 
     def close(self) -> None:
         with _stdout_is_json():

@@ -1,10 +1,11 @@
 """Tokens of documents: one a byte, or those of a tokenizer.json and of the chat template beside it."""
 
+import codecs
 import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ Encoded = tuple[np.ndarray, float]
 
 
 class ByteTokenizer:
-    """One token a byte, and SEPARATOR between documents; attributes as those of a FileTokenizer."""
+    """One token a byte, and SEPARATOR between documents; attributes and methods as those of a FileTokenizer."""
 
     def __init__(self) -> None:
         self.vocab_size = SEPARATOR + 1
+        self.end = frozenset({SEPARATOR})
         self.num_bytes = (np.arange(SEPARATOR + 1) < SEPARATOR).astype(np.int32)
 
     def encode(self, documents: Iterable[Document]) -> Iterator[Encoded]:
@@ -46,6 +48,13 @@ class ByteTokenizer:
             yield values, document.size
             border = 1
 
+    def prompt(self, text: str) -> np.ndarray:
+        return np.array([SEPARATOR, *text.encode("utf-8", "surrogatepass")], np.int32)
+
+    def stream(self) -> Callable[[int], str]:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda token: decoder.decode(bytes([token])) if token < SEPARATOR else ""
+
 
 class FileTokenizer:
     """A tokenizer.json, with the special tokens and the chat template that lie beside it.
@@ -58,6 +67,7 @@ class FileTokenizer:
       fingerprint: tells it from another one.
       vocab_size: the largest token + 1.
       num_bytes: of text, for each token, or None where the kind of the tokenizer does not tell.
+      end: the tokens of which any ends a text; where nothing follows a text, those that begin the next.
 
     Raises:
       InputError: files that cannot be read, or nothing that ends or begins a document.
@@ -101,6 +111,15 @@ class FileTokenizer:
                 if part.spans is not None:
                     ids = np.where(_is_inside(encoding, part.spans), ids, ~ids)
                 yield np.concatenate([part.before, ids, part.after]), part.size
+
+    def prompt(self, text: str) -> np.ndarray:
+        """The tokens of a text that goes on: those before a text, and its own."""
+        return np.concatenate([self._before, np.asarray(self._ids(text), np.int32)])
+
+    def stream(self) -> Callable[[int], str]:
+        """(the next token) -> the text that it completes, "" while a character is not whole; no special tokens."""
+        decoder = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
+        return lambda token: decoder.step(self._tokenizer, token) or ""
 
     def _parts(self, document: Document) -> Iterator["_Part"]:
         text, spans = self._text(document)
@@ -168,6 +187,7 @@ class FileTokenizer:
         if not before and not after:
             raise InputError(f"--tokenizer {path}: an eos_token in tokenizer_config.json beside tokenizer.json")
         self._before, self._after = np.asarray(before, np.int32), np.asarray(after, np.int32)
+        self.end = frozenset(after or before)
 
     def _special(self, path: Path, config: dict[str, Any], name: str) -> int | None:
         text = _content(config.get(name))
