@@ -27,13 +27,13 @@ from train.flags import MeshShape
 from train.loss import IGNORED
 from train.tokenizer import SEPARATOR
 
-LENGTH, NUM_ROWS, NUM_EVALUATED = 512, 4000, 64
+LENGTH, NUM_ROWS, NUM_EVALUATED = 512, 4000, 400
 SIZE = piece_size(LENGTH)
 QUESTION, FIRST_CODE, NUM_CODES = SEPARATOR + 1, SEPARATOR + 2, 64
 STEPS = {"text": 500, "code": 150}
 FLAGS = [
     *("--platform", "cpu", "--mesh", "seq=1", "--seq-len", str(LENGTH), "--batch-size", "8"),
-    *("--lr", "4e-3", "--eval-fraction", "0.02", "--eval-batches", "1"),
+    *("--lr", "4e-3", "--eval-fraction", "0.1", "--eval-batches", "1"),
 ]
 # Okabe and Ito's colours, as in benchmarks/plot.py.
 STYLES = {"full": {"color": "#D55E00"}, "cut": {"color": "#0072B2", "linestyle": "--"}}
@@ -96,20 +96,22 @@ def evaluate(token_losses: Callable[[Batch], np.ndarray], rows: Iterable[Batch],
 
 
 def to_rows(name: str, curves: Curves) -> list[dict]:
-    """Quantiles over the evaluated rows of their mean loss where context is cut.
+    """Quantiles over the evaluated rows of their mean losses where context is cut, and of the difference of the two.
 
     The bound is what a loss is compared with: that of the whole row with that of the cut one, and this with a guess.
     """
     where = curves.is_scored & is_cut(LENGTH)
-    means = {mode: np.where(where, getattr(curves, mode), 0).sum(axis=1) / where.sum(axis=1) for mode in STYLES}
+    full, cut = (np.where(where, losses, 0).sum(axis=1) / where.sum(axis=1) for losses in (curves.full, curves.cut))
     guess = math.log(NUM_CODES if name == "code" else SEPARATOR)
-    bounds = {"full": float(np.median(means["cut"])), "cut": guess}
+    case = {"benchmark": "far", "case": f"512_tiny_{name}", "implementation": "balanced", "workers": 1}
     rows = []
-    for mode, values in means.items():
-        p20, p50, p80 = quantiles(values.tolist())
-        common = {"benchmark": "far", "case": f"512_tiny_{name}", "implementation": "balanced", "workers": 1}
-        measured = {"metric": "loss", "unit": "nats", "p20": p20, "p50": p50, "p80": p80, "bound": bounds[mode]}
-        rows.append(common | measured | {"mode": "full" if mode == "full" else f"cut_to_{SIZE}"})
+    for mode, metric, values, bound in (
+        ("full", "loss", full, float(np.median(cut))),
+        (f"cut_to_{SIZE}", "loss", cut, guess),
+        ("full", "gain", cut - full, 0.0),
+    ):
+        quantile = quantiles(values.tolist())._asdict()
+        rows.append(case | {"mode": mode, "metric": metric, "unit": "nats", "bound": bound} | quantile)
     return rows
 
 
@@ -149,7 +151,7 @@ def main():
         curves = {name: train(name, Path(folder)) for name in STEPS}
     rows = [row for name, of in curves.items() for row in to_rows(name, of)]
     for row in rows:
-        print(f"{row['case']} {row['mode']}: {row['p50']:.3f} nats, median of {NUM_EVALUATED} rows")
+        print(f"{row['case']} {row['metric']} {row['mode']}: {row['p20']:.3f} {row['p50']:.3f} {row['p80']:.3f} nats")
     write_rows(arguments.out, rows)
     draw(curves).savefig(arguments.picture, dpi=180)
     print(arguments.picture)

@@ -365,11 +365,10 @@ def test_what_is_far_shows_in_rows_and_in_the_picture(tmp_path):
     curves = {name: far.evaluate(losses, [rows[i] for i in range(3)], name) for name in ("text", "code")}
     assert curves["code"].is_scored.sum() == 3 * 7
     made = [row for name, of in curves.items() for row in far.to_rows(name, of)]
-    assert [(row["case"], row["mode"], row["p50"]) for row in made] == [
-        ("512_tiny_text", "full", 1.0),
-        ("512_tiny_text", "cut_to_64", 4.0),
-        ("512_tiny_code", "full", 1.0),
-        ("512_tiny_code", "cut_to_64", 4.0),
+    assert [(row["case"], row["mode"], row["metric"], row["p50"]) for row in made] == [
+        (f"512_tiny_{name}", *figure)
+        for name in ("text", "code")
+        for figure in (("full", "loss", 1.0), ("cut_to_64", "loss", 4.0), ("full", "gain", 3.0))
     ]
     far.draw(curves).savefig(tmp_path / "far.png")
     assert (tmp_path / "far.png").stat().st_size > 10_000
