@@ -8,6 +8,7 @@ their own. Arrays are global: how they lie on a mesh is decided by whoever calls
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,11 @@ from jaxtyping import Array, Float, Float32, Int
 
 from models.config import LlamaConfig
 
-Attention = Callable[[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Array]
+Attention = Callable[..., Float[Array, "B T N H"]]
 Remat = Callable[[Callable], Callable]
 Cache = tuple[Float[Array, "L B T K H"], Float[Array, "L B T K H"]]
 Gather = Callable[[str, Array], Array]
-Rotation = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
+Rotation = tuple[Float32[Array, "... T half"], Float32[Array, "... T half"]]
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float32[Array, " D"], *, eps: float) -> Float[Array, "... D"]:
@@ -40,17 +41,23 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
     return frequencies.astype(np.float32)
 
 
-def rotation(config: LlamaConfig, num_positions: int, first: int | Int[Array, ""] = 0) -> Rotation:
-    """Cosine and sine of the angles of positions from `first` on, times the magnitude of `rope_scaling`."""
-    positions = (first + jnp.arange(num_positions, dtype=jnp.int32)).astype(jnp.float32)
-    angles = positions[:, None] * rope_frequencies(config)
+def rotation(config: LlamaConfig, positions: Int[Array, "... T"]) -> Rotation:
+    """Cosine and sine of the angles of these positions, times the magnitude of `rope_scaling`."""
+    angles = positions.astype(jnp.float32)[..., None] * rope_frequencies(config)
     magnitude = 1.0 if config.rope_scaling is None else config.rope_scaling.magnitude
     return magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
 
 
+def positions_in(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The position of each token in its document; documents lie one after the other."""
+    number = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
+    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return number - jax.lax.cummax(jnp.where(segment_ids == before, 0, number), axis=1)
+
+
 def apply_rope(x: Float[Array, "B T heads H"], cos_sin: Rotation) -> Float[Array, "B T heads H"]:
     """Turns the pairs (x[i], x[i + H/2]) by their position's angles, in float32; Hugging Face pairs alike."""
-    cos, sin = (table[:, None, :] for table in cos_sin)
+    cos, sin = (table[..., None, :] for table in cos_sin)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
@@ -124,7 +131,8 @@ class Llama(nnx.Module):
     """Tokens to final hidden states; the head is left to the loss, which never holds all logits at once.
 
     Args:
-        attention: (q [B T N H], k [B T K H], v [B T K H]) -> out [B T N H], causal.
+        attention: (q [B T N H], k [B T K H], v [B T K H]) -> out [B T N H], causal; with window= and segment_ids=
+            [B T] where the model and its input have them, as distflash_attention takes them.
         remat: transforms the function of one layer, such as `functools.partial(jax.checkpoint, policy=...)`;
             `lambda layer: layer` keeps everything.
         gather: (name, weight of one layer, or of none) -> the weight as it is used, where and when it is used;
@@ -163,21 +171,30 @@ class Llama(nnx.Module):
         """The matrix that turns hidden states into logits: the embedding transposed where they are tied."""
         return self.embed_tokens[...].T if self.config.tie_word_embeddings else self.lm_head[...]
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def __call__(
+        self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]:
         """Hidden states after the final norm.
 
-        Raises:
-            ValueError: the sequence is longer than the model's sliding window.
+        segment_ids: the number of each token's document, growing from 1, and 0 for padding; tokens then see their own
+        document alone, in which positions begin anew.
         """
-        return self._read(tokens, lambda q, k, v: (self.attention(q, k, v), None))[0]
+        options: dict[str, Any] = self._window
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        if segment_ids is not None:
+            options = options | {"segment_ids": segment_ids}
+            positions = positions_in(segment_ids)
+        return self._read(tokens, positions, lambda q, k, v: (self.attention(q, k, v, **options), None))[0]
 
     def prefill(self, tokens: Int[Array, "B T"]) -> tuple[Float[Array, "B T D"], Cache]:
-        """(hidden states, keys and values of every layer), with which `decode` goes on at any position below T.
+        """(hidden states, keys and values of every layer), with which `decode` goes on at any position below T."""
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        return self._read(tokens, positions, lambda q, k, v: (self.attention(q, k, v, **self._window), (k, v)))
 
-        Raises:
-            ValueError: as the call.
-        """
-        return self._read(tokens, lambda q, k, v: (self.attention(q, k, v), (k, v)))
+    @property
+    def _window(self) -> dict[str, Any]:
+        window = self.config.sliding_window
+        return {} if window is None else {"window": window}
 
     def decode(
         self, tokens: Int[Array, "B 1"], position: Int[Array, ""], cache: Cache
@@ -186,9 +203,12 @@ class Llama(nnx.Module):
 
         What the cache holds from `position` on is not read, so that a prompt may be padded at its end.
         """
-        x, cos_sin = self._embed(tokens), rotation(self.config, 1, position)
+        x, cos_sin = self._embed(tokens), rotation(self.config, position[None])
         apply_layer, weights = self._stack(cos_sin)
-        lengths = jnp.broadcast_to(position + 1, tokens.shape[:1])
+        number = jnp.arange(cache[0].shape[2], dtype=jnp.int32)
+        visible = number <= position
+        if self.config.sliding_window is not None:
+            visible &= number > position - self.config.sliding_window
 
         def next_layer(carry, layer):
             x, cache = carry
@@ -201,7 +221,7 @@ class Llama(nnx.Module):
                 keys, values = (jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in written)
                 # Of 16-bit inputs it makes float32 scores by a promotion that the strict rules refuse.
                 with jax.numpy_dtype_promotion("standard"):
-                    return jax.nn.dot_product_attention(q, keys, values, key_value_seq_lengths=lengths), written
+                    return jax.nn.dot_product_attention(q, keys, values, mask=visible[None, None, None]), written
 
             return apply_layer(x, weights, attend), None
 
@@ -209,13 +229,10 @@ class Llama(nnx.Module):
         (x, cache), _ = jax.lax.scan(next_layer, (x, cache), layers)
         return self._final_norm(x), cache
 
-    def _read(self, tokens, attend):
+    def _read(self, tokens, positions, attend):
         """(hidden states, what `attend` keeps of each layer) of whole rows."""
-        window = self.config.sliding_window
-        if window is not None and tokens.shape[1] > window:
-            raise ValueError(f"sliding_window={window} must be at least the {tokens.shape[1]} tokens of a sequence")
         x = self._embed(tokens)
-        apply_layer, weights = self._stack(rotation(self.config, tokens.shape[1]))
+        apply_layer, weights = self._stack(rotation(self.config, positions))
         x, kept = jax.lax.scan(self.remat(lambda x, weights: apply_layer(x, weights, attend)), x, weights)
         return self._final_norm(x), kept
 

@@ -1,6 +1,5 @@
 """models.huggingface: logits of transformers, the bytes and shards of the files, and what is refused."""
 
-import dataclasses
 import functools
 import json
 import pickle
@@ -17,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 from models import config_json, huggingface
-from models.config import PRESETS
 from models.llama import Llama
 from models.rope import RopeExtension
 
@@ -290,10 +288,3 @@ def test_a_tensor_in_two_files_is_refused(qwen):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"model\.norm\.weight must be in one file"):
         huggingface.load(folder, struct)
-
-
-def test_a_sequence_longer_than_the_window_is_refused_by_the_model():
-    config = dataclasses.replace(PRESETS["tiny"], sliding_window=8)
-    model = nnx.eval_shape(functools.partial(create, config))
-    with pytest.raises(ValueError, match="sliding_window=8 must be at least the 9 tokens of a sequence"):
-        nnx.eval_shape(lambda model: model(jnp.zeros((1, 9), jnp.int32)), model)

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from test_distflash_attention import make_mesh
 
+from distflash_jax import distflash_attention
 from models.config import PRESETS, LlamaConfig
 from models.llama import Llama, apply_rope, rope_frequencies, rotation
 from models.rope import Llama3RopeScaling
@@ -140,10 +142,21 @@ def test_rope_turns_half_split_pairs_even_at_far_positions(scaling):
 
 
 def test_rope_is_computed_in_float32_for_16_bit_inputs():
-    cos_sin = rotation(SMALL, 4096)
+    cos_sin = rotation(SMALL, jnp.arange(4096))
     x = jax.random.normal(jax.random.key(0), (1, 4096, 1, SMALL.head_dim)).astype(jnp.bfloat16)
     exact = apply_rope(x.astype(jnp.float32), cos_sin)
     np.testing.assert_array_equal(apply_rope(x, cos_sin), exact.astype(jnp.bfloat16))
+
+
+def test_packed_documents_are_read_as_each_by_itself():
+    attention = functools.partial(distflash_attention, mesh=make_mesh(seq=2))
+    model = create(dataclasses.replace(SMALL, sliding_window=6), attention=attention)
+    tokens = some_tokens((1, 20))
+    ids = jnp.repeat(jnp.array([[1, 2, 3, 0]]), jnp.array([5, 11, 2, 2]), axis=1, total_repeat_length=20)
+    together = nnx.jit(lambda model, *batch: model(*batch))(model, tokens, ids)
+    for start, stop in ((0, 5), (5, 16), (16, 18)):
+        alone = model(jnp.pad(tokens[:, start:stop], ((0, 0), (0, (stop - start) % 2))))
+        np.testing.assert_allclose(together[:, start:stop], alone[:, : stop - start], atol=1e-5)
 
 
 def reference(model, config, tokens):

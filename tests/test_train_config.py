@@ -49,7 +49,6 @@ REFUSED = [
         "--rope-scaling linear:0.5",
         "--rope-scaling linear:0.5: yarn:FACTOR, linear:FACTOR, llama3:FACTOR or llama3 with",
     ),
-    ("--sliding-window 512", "--seq-len 1024: at most sliding_window=512 of --model tiny --sliding-window 512"),
     ("--model tiny --init-from /nowhere", "--model tiny: not with --init-from /nowhere, which has a model"),
     ("--init-from /nowhere", "--init-from /nowhere: config.json must be a file of JSON"),
     ("--tie-word-embeddings yes", "--tie-word-embeddings yes: true or false"),

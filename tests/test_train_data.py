@@ -2,12 +2,13 @@
 
 import itertools
 import json
+import types
 
 import numpy as np
 import pytest
 
 from train.config import Config
-from train.data import Batches, Rows, Share, Tokens, load, open_data, sample
+from train.data import Batches, Rows, Share, Tokens, load, open_data, sample, starts_of
 from train.flags import InputError, MeshShape, Source
 from train.loss import IGNORED
 from train.tokenizer import SEPARATOR
@@ -39,6 +40,32 @@ def test_a_short_last_row_is_padded_without_labels():
     assert len(rows) == 2
     assert rows[1]["tokens"].tolist() == [14, 15, 0, 0]
     assert rows[1]["labels"].tolist() == [15, IGNORED, IGNORED, IGNORED]
+
+
+def test_packed_documents_are_numbered_in_their_row_and_not_learned_across():
+    rows = Rows(np.arange(10, 20), seq_len=6, starts=np.array([0, 2, 5, 6, 9]))
+    assert rows[0]["segment_ids"].tolist() == [1, 1, 2, 2, 2, 3]
+    assert rows[0]["labels"].tolist() == [11, IGNORED, 13, 14, IGNORED, IGNORED]
+    assert rows[1]["segment_ids"].tolist() == [1, 1, 1, 2, 0, 0]
+    assert rows[1]["labels"].tolist() == [17, 18, IGNORED, IGNORED, IGNORED, IGNORED]
+
+
+@pytest.mark.parametrize("start, end, starts", [([], [7], [2, 5]), ([8], [7], [1, 3]), ([8], [8], [1, 3])])
+def test_documents_of_a_token_file_begin_where_the_tokenizer_says(start, end, starts):
+    tokens = Tokens(np.array([5, 8, 5, 8, 7, 5]) if start else np.array([5, 7, 5, 5, 7, 5]), "here", 0)
+    tokenizer = types.SimpleNamespace(start=frozenset(start), end=frozenset(end))
+    assert starts_of(tokens, tokenizer).tolist() == starts
+    with pytest.raises(InputError, match="--packing: --tokenizer, which tells what ends a document in here"):
+        starts_of(tokens, None)
+
+
+def test_texts_know_where_their_documents_begin(tmp_path):
+    for name, text in (("a.txt", "ab"), ("b.txt", "cde"), ("c.txt", "f")):
+        (tmp_path / name).write_text(text)
+    tokens = load(tmp_path, 264)
+    assert text_of(tokens.values[:2]) + text_of(tokens.values[3:6]) == b"abcde"
+    assert tokens.values[[2, 6]].tolist() == [SEPARATOR] * 2 and len(tokens.values) == 8
+    assert tokens.starts.tolist() == [0, 3, 7]
 
 
 def test_a_last_row_of_one_token_has_nothing_to_learn_and_is_left_out():

@@ -66,7 +66,7 @@ def make(trained, tmp_path):
 
 def ids_of(tokenizer: FileTokenizer, *contents) -> list[int]:
     parts = tokenizer.encode([Document(content, "here", 1) for content in contents])
-    return np.concatenate([values for values, _ in parts]).tolist()
+    return np.concatenate([part.values for part in parts]).tolist()
 
 
 def text_of(trained: str, ids: list[int]) -> str:
@@ -101,8 +101,9 @@ def test_a_long_text_encoded_in_parts_has_the_tokens_of_the_whole(make, monkeypa
     monkeypatch.setattr(tokenizer_module, "_AT_ONCE", 100)
     parts = list(make(eos_token="</s>").encode([Document(text, "here", 540)]))
     assert len(parts) > 10
-    assert np.concatenate([values for values, _ in parts]).tolist() == whole
-    assert sum(size for _, size in parts) == pytest.approx(540)
+    assert np.concatenate([part.values for part in parts]).tolist() == whole
+    assert [part.is_start for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert sum(part.size for part in parts) == pytest.approx(540)
 
 
 def test_bytes_of_tokens_add_up_to_those_of_the_text(make):

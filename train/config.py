@@ -93,6 +93,9 @@ class Config:
     several, samples are drawn in proportion to the weights. Lines and rows hold a text, or messages, or prompt
     and completion, of which the answers alone are learned. Without it: the source files of Python's standard
     library."""
+    packing: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Attention ends where a document ends, and positions begin anew; without it documents see those before them in
+    the row."""
     tokenizer: Annotated[Path | None, flags.path("PATH")] = None
     """tokenizer.json, or a folder with it, its tokenizer_config.json and chat template; without it: that of
     --init-from, else one token a byte."""
@@ -286,9 +289,6 @@ def model_of(settings: dict[str, Any]) -> LlamaConfig:
         model = model if extension is None else model.extended(RopeExtension.parse(extension))
     except ValueError as error:
         raise InputError(f"{source}{words}: {error}") from error
-    if model.sliding_window is not None and settings["seq_len"] > model.sliding_window:
-        window = model.sliding_window
-        raise InputError(f"--seq-len {settings['seq_len']}: at most sliding_window={window} of {source}{words}")
     return model
 
 

@@ -24,7 +24,7 @@ from train.tokenizer import ByteTokenizer, Encoded, Tokenizer, load_tokenizer
 _CHECKED_AT_ONCE = 2**24
 _SECONDS_BETWEEN_NOTES = 5
 # Counts the changes of what `load` makes of the same files and tokenizer.
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 _BYTES = ByteTokenizer()
 
 
@@ -32,12 +32,14 @@ _BYTES = ByteTokenizer()
 class Tokens:
     """One stream of tokens, where it comes from, and a checksum that tells it from another.
 
-    A value ~t, which is below 0, is the token t that is read but not learned.
+    A value ~t, which is below 0, is the token t that is read but not learned. starts: where documents begin, in order;
+    None where nobody knows.
     """
 
     values: np.ndarray
     source: str
     checksum: int
+    starts: np.ndarray | None = None
 
 
 def load(
@@ -65,14 +67,32 @@ def load(
     smallest = -vocab_size
     try:
         if path is not None and is_token_file(path):
-            values, smallest = map_tokens(path), 0
+            values, starts, smallest = map_tokens(path), None, 0
         else:
-            values = _encode(files_of(path), source, tokenizer, cache)
+            values, starts = _encode(files_of(path), source, tokenizer, cache)
     except InputError as error:
         raise InputError(f"{flag} {error}") from None
     if len(values) < 2:
         raise InputError(f"{flag} {source}: at least 2 tokens, found {len(values)}")
-    return Tokens(values, source, _checksum(values, f"{flag} {source}", smallest, vocab_size))
+    return Tokens(values, source, _checksum(values, f"{flag} {source}", smallest, vocab_size), starts)
+
+
+def starts_of(tokens: Tokens, tokenizer: Tokenizer | None) -> np.ndarray:
+    """Where the documents of a stream begin; in a token file, at what begins a text, or behind what ends one.
+
+    Raises:
+      InputError: nobody knows.
+    """
+    if tokens.starts is not None:
+        return tokens.starts
+    if tokenizer is None:
+        raise InputError(f"--packing: --tokenizer, which tells what ends a document in {tokens.source}")
+    borders = list(tokenizer.start or tokenizer.end)
+    found = [
+        start + np.flatnonzero(np.isin(tokens.values[start : start + _CHECKED_AT_ONCE], borders))
+        for start in range(0, len(tokens.values), _CHECKED_AT_ONCE)
+    ]
+    return np.concatenate(found) + (0 if tokenizer.start else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +100,15 @@ class Rows:
     """The stream cut into rows of `seq_len`; labels are the tokens shifted left by one within the row.
 
     The last position of a row has no label, nor has one whose next token is only read. A short last row is
-    padded with token 0 and without labels. With `chosen`, the rows of these numbers only.
+    padded with token 0 and without labels. With `chosen`, the rows of these numbers only. With `starts`, where
+    documents begin in the stream, the documents of a row are numbered from 1 as its segment_ids, 0 being padding, and
+    nothing is learned across their borders.
     """
 
     values: np.ndarray
     seq_len: int
     chosen: np.ndarray | None = None
+    starts: np.ndarray | None = None
 
     def __len__(self) -> int:
         if self.chosen is not None:
@@ -101,7 +124,16 @@ class Rows:
         labels = np.full(self.seq_len, IGNORED, np.int32)
         tokens[: len(piece)] = np.where(is_read_only, ~piece, piece)
         labels[: len(piece) - 1] = np.where(is_read_only, IGNORED, piece)[1:]
-        return {"tokens": tokens, "labels": labels}
+        row = {"tokens": tokens, "labels": labels}
+        if self.starts is not None:
+            first, last = np.searchsorted(self.starts, [start + 1, start + len(piece)])
+            inside = self.starts[first:last] - start
+            labels[inside - 1] = IGNORED
+            begins = np.zeros(len(piece), np.int32)
+            begins[inside] = 1
+            row["segment_ids"] = np.zeros(self.seq_len, np.int32)
+            row["segment_ids"][: len(piece)] = 1 + np.cumsum(begins)
+        return row
 
     def split(self, fraction: float, seed: int) -> tuple["Rows", "Rows"]:
         """Returns (kept, held out): the seed and a row's number alone decide where it belongs.
@@ -148,7 +180,7 @@ class Batches:
         """This process's part of the batch of these (source, row) pairs."""
         rows, columns = self._part
         read = [self._shares[source].rows[row] for source, row in numbers[rows]]
-        return {name: np.stack([row[name][columns] for row in read]) for name in ("tokens", "labels")}
+        return {name: np.stack([row[name][columns] for row in read]) for name in read[0]}
 
     def __next__(self) -> dict[str, np.ndarray]:
         return next(self._iterator)
@@ -195,7 +227,8 @@ def open_data(config: Config, cache: Path) -> Data:
     training, held_out = [], []
     for source in config.data or (None,):
         tokens = load(source and source.path, vocab_size, tokenizer=tokenizer, cache=cache)
-        rows, weight = Rows(tokens.values, config.seq_len), source.weight if source else 1.0
+        starts = starts_of(tokens, folder and tokenizer) if config.packing else None
+        rows, weight = Rows(tokens.values, config.seq_len, starts=starts), source.weight if source else 1.0
         if config.eval_fraction is not None:
             try:
                 rows, others = rows.split(config.eval_fraction, config.seed)
@@ -205,7 +238,8 @@ def open_data(config: Config, cache: Path) -> Data:
         training.append(Share(tokens, rows, weight))
     if config.eval_data is not None:
         tokens = load(config.eval_data, vocab_size, tokenizer=tokenizer, cache=cache, flag="--eval-data")
-        held_out.append(Share(tokens, Rows(tokens.values, config.seq_len)))
+        starts = starts_of(tokens, folder and tokenizer) if config.packing else None
+        held_out.append(Share(tokens, Rows(tokens.values, config.seq_len, starts=starts)))
     evaluated = [config.eval_data] if config.eval_data else [source.path for source in config.data]
     # Without --tokenizer, nobody knows what the numbers of a token file stand for.
     is_unknown = folder is None and any(map(is_token_file, evaluated))
@@ -257,16 +291,26 @@ def _mix_bits(count: int, seed: int) -> np.ndarray:
     return bits
 
 
-def _encode(files: list[Path], source: str, tokenizer: Tokenizer, cache: Path | None) -> np.ndarray:
-    """The tokens of all documents, one after the other; from the cache where they are kept there."""
+def _encode(files: list[Path], source: str, tokenizer: Tokenizer, cache: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    """(the tokens of all documents, one after the other; where each begins); from the cache where they are kept."""
     if cache is None or isinstance(tokenizer, ByteTokenizer):
-        pieces = [values for values, _ in tokenizer.encode(_filled(files))]
-        return np.concatenate(pieces) if pieces else np.zeros(0, np.uint16)
+        pieces = list(tokenizer.encode(_filled(files)))
+        values = np.concatenate([piece.values for piece in pieces]) if pieces else np.zeros(0, np.uint16)
+        return values, _starts([(len(piece.values), piece.is_start) for piece in pieces])
     kept = cache / f"{_fingerprint(files, tokenizer.fingerprint)}.int32"
-    if not kept.exists():
+    starts = kept.with_suffix(".starts.npy")
+    if not (kept.exists() and starts.exists()):
         total = sum(file.stat().st_size for file in files)
-        _write(kept, _with_notes(tokenizer.encode(_filled(files)), source, total))
-    return np.memmap(kept, "<i4", mode="r") if kept.stat().st_size else np.zeros(0, np.int32)
+        sizes: list[tuple[int, bool]] = []
+        _write(kept, _with_notes(tokenizer.encode(_filled(files)), source, total, sizes))
+        np.save(starts, _starts(sizes))
+    return np.memmap(kept, "<i4", mode="r") if kept.stat().st_size else np.zeros(0, np.int32), np.load(starts)
+
+
+def _starts(sizes: list[tuple[int, bool]]) -> np.ndarray:
+    """Where documents begin, from the number of tokens of each piece and whether it begins one."""
+    offsets = np.cumsum([0, *(size for size, _ in sizes)])[:-1]
+    return offsets[[is_start for _, is_start in sizes]].astype(np.int64)
 
 
 def _filled(files: list[Path]) -> Iterator[Document]:
@@ -306,10 +350,13 @@ def _write(path: Path, pieces: Iterator[np.ndarray]) -> None:
             partial.unlink()
 
 
-def _with_notes(pieces: Iterator[Encoded], source: str, total: int) -> Iterator[np.ndarray]:
-    """The values, with a line to the user every few seconds."""
+def _with_notes(
+    pieces: Iterator[Encoded], source: str, total: int, sizes: list[tuple[int, bool]]
+) -> Iterator[np.ndarray]:
+    """The values, with a line to the user every few seconds; adds to `sizes` what `_starts` takes."""
     done, told = 0.0, time.monotonic()
-    for values, size in pieces:
+    for values, size, is_start in pieces:
+        sizes.append((len(values), is_start))
         yield values
         done += size
         if time.monotonic() - told > _SECONDS_BETWEEN_NOTES:

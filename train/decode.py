@@ -151,9 +151,8 @@ class Decoder:
     """
 
     def __init__(self, create_model: CreateModel, mesh: Mesh, choice: Choice) -> None:
-        made = nnx.eval_shape(lambda: create_model(nnx.Rngs(0)))
-        graphdef = nnx.split(made)[0]
-        self._window, self._mesh = made.config.sliding_window, mesh
+        graphdef = nnx.split(nnx.eval_shape(lambda: create_model(nnx.Rngs(0))))[0]
+        self._mesh = mesh
         whole = NamedSharding(mesh, P())
         cached = (NamedSharding(mesh, P(None, *HEADS)),) * 2
 
@@ -177,27 +176,10 @@ class Decoder:
         self._prefill = jax.jit(prefill, out_shardings=(whole, cached))
         self._decode = jax.jit(decode, out_shardings=(whole, cached), donate_argnums=1)
 
-    def check(self, length: int, num_tokens: int) -> int:
-        """Returns the length of the rows in which a prompt of this length gets so many tokens more.
-
-        Raises:
-          InputError: it is more than the model's sliding window.
-        """
-        total = math.ceil((length + num_tokens) / self._mesh.shape["seq"]) * self._mesh.shape["seq"]
-        if self._window is not None and total > self._window:
-            raise InputError(
-                f"a prompt of {length} tokens and {num_tokens} more: at most {self._window} together, "
-                "the sliding window of the model"
-            )
-        return total
-
     def __call__(self, params: Params, prompt: np.ndarray, num_tokens: int, *, seed: int = 0) -> Iterator[int]:
-        """Yields `num_tokens` tokens after the prompt, which has at least one; compiled once for each total length.
-
-        Raises:
-          InputError: as `check`.
-        """
-        total, length = self.check(len(prompt), num_tokens), len(prompt)
+        """Yields `num_tokens` tokens after the prompt, which has at least one; compiled once for each total length."""
+        length, num_workers = len(prompt), self._mesh.shape["seq"]
+        total = math.ceil((length + num_tokens) / num_workers) * num_workers
         rows = np.zeros((self._mesh.shape["data"], total), np.int32)
         rows[:, :length] = prompt
         tokens = jax.device_put(rows, NamedSharding(self._mesh, TOKENS))
@@ -212,7 +194,7 @@ class Samples:
     """What a model of a training writes, from its parameters: the same prompt and the same draws each time.
 
     Raises:
-      InputError: a prompt in words where nobody knows which tokens they are, or one that the model has no room for.
+      InputError: a prompt in words where nobody knows which tokens they are.
     """
 
     def __init__(self, settings: config.Config, mesh: Mesh, data: Data) -> None:
@@ -226,7 +208,6 @@ class Samples:
         else:
             self._prompt = data.tokenizer.prompt(settings.sample_prompt)
         self._decoder = Decoder(model_maker(settings, mesh), mesh, Choice())
-        self._decoder.check(len(self._prompt), self._num_tokens)
 
     def __call__(self, params: Params) -> str:
         """The end of the prompt, a bar, and how it goes on; numbers of tokens where the tokenizer is not known."""

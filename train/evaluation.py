@@ -11,6 +11,7 @@ import numpy as np
 from train.loss import IGNORED
 
 Batch = dict[str, np.ndarray]
+_FILLERS = {"labels": IGNORED}
 PIECES = 8
 """Into so many a row is cut to tell what far context gives."""
 
@@ -78,7 +79,7 @@ class Evaluation:
         for start in range(0, self.num_rows, self._batch_size):
             numbers = range(start, min(start + self._batch_size, self.num_rows))
             rows = [self._rows[number] for number in numbers]
-            blank = {"tokens": np.zeros_like(rows[0]["tokens"]), "labels": np.full_like(rows[0]["labels"], IGNORED)}
+            blank = {name: np.full_like(values, _FILLERS.get(name, 0)) for name, values in rows[0].items()}
             rows += [blank] * (self._batch_size - len(rows))
             yield {name: np.stack([row[name] for row in rows]) for name in blank}
 
@@ -100,11 +101,11 @@ def cut_losses(token_losses: Callable[[Batch], np.ndarray], batch: Batch, num_wo
     size = piece_size(length)
     num_pieces, padded = math.ceil(length / size), math.ceil(size / num_workers) * num_workers
 
-    def cut(name: str, filler: int) -> np.ndarray:
-        rows = np.pad(batch[name], ((0, 0), (0, num_pieces * size - length)), constant_values=filler)
+    def cut(values: np.ndarray, filler: int) -> np.ndarray:
+        rows = np.pad(values, ((0, 0), (0, num_pieces * size - length)), constant_values=filler)
         return np.pad(rows.reshape(-1, size), ((0, 0), (0, padded - size)), constant_values=filler)
 
-    losses = token_losses({"tokens": cut("tokens", 0), "labels": cut("labels", IGNORED)})
+    losses = token_losses({name: cut(values, _FILLERS.get(name, 0)) for name, values in batch.items()})
     return losses[:, :size].reshape(num_rows, -1)[:, :length]
 
 

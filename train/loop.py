@@ -173,8 +173,7 @@ def _compile(
     config: Config, program: Program, evaluation: Evaluation | None, clock: Clock
 ) -> tuple[Callable, Callable[[TrainState], dict[str, float]] | None]:
     """The step, compiled ahead, and the evaluation of a state if there is one, which compiles as it meets a shape."""
-    ids = jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32, sharding=program.batch_sharding)
-    batch = {"tokens": ids, "labels": ids}
+    batch = program.batch_struct(config.batch_size, config.seq_len)
     step = program.step.lower(program.state_struct, batch).compile()
     if config.platform == "cuda" and config.mesh.seq > 1:
         _tell_of_exposed(step.as_text())

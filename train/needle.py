@@ -114,7 +114,7 @@ def measure(settings: Settings) -> dict[tuple[float | None, int], Found]:
     """What is found by (depth, length); depth None is of texts without the fact.
 
     Raises:
-      InputError: RUN_DIR holds no model, or the mesh or a length do not fit it.
+      InputError: RUN_DIR holds no model, or the mesh does not fit it.
     """
     # Not above, so that a wrong argument need not wait for JAX.
     from train import data
@@ -131,7 +131,6 @@ def measure(settings: Settings) -> dict[tuple[float | None, int], Found]:
     decoder = Decoder(model.create_model, model.mesh, Choice(temperature=0))
     table = {}
     for length in settings.lengths:
-        decoder.check(length, 0)
         for depth in (*settings.depths, None):
             made = [hide(encode, values, length, depth, settings.seed + i) for i in range(settings.repeats)]
             is_recalled = [

@@ -70,8 +70,7 @@ def allocated(program: Program, *, batch_size: int, seq_len: int) -> int:
 
 def lower_step(program: Program, *, batch_size: int, seq_len: int) -> jax.stages.Lowered:
     """The step for batches of this size, lowered on abstract arguments."""
-    ids = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32, sharding=program.batch_sharding)
-    return program.step.lower(program.state_struct, {"tokens": ids, "labels": ids})
+    return program.step.lower(program.state_struct, program.batch_struct(batch_size, seq_len))
 
 
 def bytes_of(step: jax.stages.Compiled) -> int:

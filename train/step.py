@@ -27,7 +27,9 @@ class Model(Protocol):
     @property
     def head(self) -> Float32[Array, "D V"]: ...
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]: ...
+    def __call__(
+        self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]: ...
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +93,9 @@ class Program:
         token_losses: (params, batch) -> cross entropy [B T] of every position, 0 where the label is -1.
         state_struct: shapes, dtypes and shardings of the state, for a restore.
         batch_sharding: of `batch["tokens"]` and `batch["labels"]`, int32 [B T], where labels are shifted
-            already and -1 counts nothing. Put batches there with jax.device_put: numpy arrays retrace.
+            already and -1 counts nothing; of packed documents also `batch["segment_ids"]`. Put batches there with
+            jax.device_put: numpy arrays retrace.
+        batch_names: those of the arrays of a batch.
     """
 
     init: Callable[[], TrainState]
@@ -99,6 +103,12 @@ class Program:
     token_losses: Callable[[Params, Batch], Float32[Array, "B T"]]
     state_struct: TrainState
     batch_sharding: NamedSharding
+    batch_names: tuple[str, ...]
+
+    def batch_struct(self, batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of a batch of this size."""
+        ids = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32, sharding=self.batch_sharding)
+        return dict.fromkeys(self.batch_names, ids)
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
@@ -135,6 +145,7 @@ def build(
     optimizer: OptimizerConfig,
     seed: int = 0,
     loss_chunk: int = 1024,
+    is_packed: bool = False,
 ) -> Program:
     """Prepares init and step for a model on a mesh (data, seq, tensor); nothing runs or compiles yet.
 
@@ -143,6 +154,7 @@ def build(
     Args:
         create_model: makes the network from its random streams.
         loss_chunk: tokens whose logits a worker holds at a time.
+        is_packed: batches have segment_ids, the numbers of documents that do not see each other.
     """
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: create_model(nnx.Rngs(seed))))
 
@@ -154,11 +166,15 @@ def build(
     struct = jax.eval_shape(init)
     shardings = state_shardings(struct, mesh)
     replicated, batch_sharding = NamedSharding(mesh, P()), NamedSharding(mesh, TOKENS)
-    batch_shardings = {"tokens": batch_sharding, "labels": batch_sharding}
+    batch_names = ("tokens", "labels", *(("segment_ids",) if is_packed else ()))
+    batch_shardings = dict.fromkeys(batch_names, batch_sharding)
 
     def losses_of(params: Params, batch: Batch):
         model = nnx.merge(graphdef, nnx.State(params))
-        hidden = model(batch["tokens"])
+        ids = batch.get("segment_ids")
+        if ids is not None:  # gathered once, so that no layer has to
+            ids = jax.lax.with_sharding_constraint(ids, NamedSharding(mesh, P(TOKENS[0])))
+        hidden = model(batch["tokens"], *([] if ids is None else [ids]))
         return token_losses(hidden, model.head, batch["labels"], mesh=mesh, chunk=loss_chunk)
 
     def token_losses_of(params: Params, batch: Batch) -> Float32[Array, "B T"]:
@@ -199,6 +215,7 @@ def build(
         ),
         state_struct=jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), struct, shardings),
         batch_sharding=batch_sharding,
+        batch_names=batch_names,
     )
 
 

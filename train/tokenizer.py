@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -22,8 +22,15 @@ SEPARATOR = 256
 _PIECE = 2**20
 _AT_ONCE = 2**24
 
-Encoded = tuple[np.ndarray, float]
-"""Tokens, and the bytes of the file that they come from. ~t, which is below 0, is a token t read but not learned."""
+
+class Encoded(NamedTuple):
+    """Tokens, of which ~t, below 0, is a token t that is read but not learned; the bytes of the file that they come
+    from; and whether a document begins with them.
+    """
+
+    values: np.ndarray
+    size: float
+    is_start: bool = True
 
 
 class ByteTokenizer:
@@ -31,22 +38,24 @@ class ByteTokenizer:
 
     def __init__(self) -> None:
         self.vocab_size = SEPARATOR + 1
+        self.start: frozenset[int] = frozenset()
         self.end = frozenset({SEPARATOR})
         self.num_bytes = (np.arange(SEPARATOR + 1) < SEPARATOR).astype(np.int32)
 
     def encode(self, documents: Iterable[Document]) -> Iterator[Encoded]:
         """Yields the bytes of one document after the other; refuses conversations."""
-        border = 0
-        for document in documents:
+        following = iter(documents)
+        document = next(following, None)
+        while document is not None:
             content = document.content
             if isinstance(content, Conversation):
                 raise InputError(f"{document.where}: a conversation needs a chat template, --tokenizer FOLDER")
             if isinstance(content, str):
                 content = content.encode("utf-8", "surrogatepass")
-            values = np.full(border + len(content), SEPARATOR, np.uint16)
-            values[border:] = np.frombuffer(content, np.uint8)
-            yield values, document.size
-            border = 1
+            size, document = document.size, next(following, None)
+            values = np.full(len(content) + (document is not None), SEPARATOR, np.uint16)
+            values[: len(content)] = np.frombuffer(content, np.uint8)
+            yield Encoded(values, size)
 
     def prompt(self, text: str) -> np.ndarray:
         return np.array([SEPARATOR, *text.encode("utf-8", "surrogatepass")], np.int32)
@@ -67,6 +76,7 @@ class FileTokenizer:
       fingerprint: tells it from another one.
       vocab_size: the largest token + 1.
       num_bytes: of text, for each token, or None where the kind of the tokenizer does not tell.
+      start: the token that begins a text, if there is one.
       end: the tokens of which any ends a text; where nothing follows a text, those that begin the next.
 
     Raises:
@@ -110,7 +120,7 @@ class FileTokenizer:
                 ids = np.asarray(encoding.ids, np.int32)
                 if part.spans is not None:
                     ids = np.where(_is_inside(encoding, part.spans), ids, ~ids)
-                yield np.concatenate([part.before, ids, part.after]), part.size
+                yield Encoded(np.concatenate([part.before, ids, part.after]), part.size, part.is_start)
 
     def prompt(self, text: str) -> np.ndarray:
         """The tokens of a text that goes on: those before a text, and its own."""
@@ -131,6 +141,7 @@ class FileTokenizer:
             yield _Part(
                 piece,
                 document.size * len(piece) / len(text),
+                is_start=number == 1,
                 before=self._before if number == 1 else _NONE,
                 after=self._after if number == len(pieces) else _NONE,
             )
@@ -187,7 +198,7 @@ class FileTokenizer:
         if not before and not after:
             raise InputError(f"--tokenizer {path}: an eos_token in tokenizer_config.json beside tokenizer.json")
         self._before, self._after = np.asarray(before, np.int32), np.asarray(after, np.int32)
-        self.end = frozenset(after or before)
+        self.start, self.end = frozenset(before[:1]), frozenset(after or before)
 
     def _special(self, path: Path, config: dict[str, Any], name: str) -> int | None:
         text = _content(config.get(name))
@@ -202,10 +213,13 @@ _NONE = np.zeros(0, np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A text to encode at once: `size` bytes of a file, spans to learn in a conversation, tokens around it."""
+    """A text to encode at once: `size` bytes of a file, whether it begins a document, spans to learn in a conversation,
+    tokens around it.
+    """
 
     text: str
     size: float
+    is_start: bool = True
     spans: Sequence[tuple[int, int]] | None = None
     before: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
     after: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
