@@ -22,8 +22,9 @@ from models.rope import RopeExtension
 CONFIGS = reference.CONFIGS
 
 
-def causal_attention(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+def causal_attention(q, k, v, window=None):
+    before = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=before)
 
 
 def create(config):

@@ -303,7 +303,9 @@ def _encode(files: list[Path], source: str, tokenizer: Tokenizer, cache: Path | 
         total = sum(file.stat().st_size for file in files)
         sizes: list[tuple[int, bool]] = []
         _write(kept, _with_notes(tokenizer.encode(_filled(files)), source, total, sizes))
-        np.save(starts, _starts(sizes))
+        partial = starts.with_suffix(f".{os.getpid()}.npy")
+        np.save(partial, _starts(sizes))
+        partial.replace(starts)
     return np.memmap(kept, "<i4", mode="r") if kept.stat().st_size else np.zeros(0, np.int32), np.load(starts)
 
 
