@@ -1,7 +1,10 @@
 """Masks of distflash_attention on virtual workers against dense attention: windows, documents, soft-cap, sinks."""
 
 import functools
+import os
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +17,8 @@ from test_distflash_attention import attend, make_mesh
 
 from distflash_jax import distflash_attention, schedule
 from pallas_kernels import Mask, dense
+
+NUM_EXAMPLES = int(os.environ.get("DISTFLASH_EXAMPLES", "5"))
 
 
 def documents(length: int, *lengths: int) -> jax.Array:
@@ -96,6 +101,27 @@ def test_inside_a_shard_map_a_worker_gives_the_ids_of_its_chunk():
         return jax.shard_map(run, mesh=make_mesh(seq=4), in_specs=(spec,) * 4, out_specs=(spec, spec))(q, k, v, ids)
 
     assert_equals_dense(Case(T=40, B=1), attention, ids=ids)
+
+
+@pytest.mark.timeout(3600)
+@hypothesis.settings(max_examples=NUM_EXAMPLES, deadline=None, derandomize=True)
+@hypothesis.given(st.data())
+def test_any_masks_lengths_and_heads_on_any_workers_equal_dense(data):
+    """DISTFLASH_EXAMPLES=1000 tries as many."""
+    draw = lambda *choices: data.draw(st.sampled_from(choices))
+    num_workers, T, kv_heads = draw(*range(1, 9)), data.draw(st.integers(8, 70)), draw(1, 2, 3)
+    case = Case(T=T, N=kv_heads * draw(1, 2), K=kv_heads, B=draw(1, 2), is_causal=draw(True, True, False), H=8)
+    strategy = draw("balanced", "balanced", "balanced_unsplit", "ring")
+    window = draw(None, 1, 5, 20, 64) if case.is_causal else None
+    softcap = draw(None, None, 3.0)
+    ids = None
+    if draw(True, False):
+        lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=6))
+        ends = np.minimum(np.cumsum(lengths), T)
+        ids = jnp.broadcast_to(documents(T, *np.diff(ends, prepend=0)), (case.B, T))
+    options = {"window": window, "softcap": softcap}
+    attention = attend(num_workers, strategy=strategy, causal=case.is_causal, segment_ids=ids, **options)
+    assert_equals_dense(case, attention, ids=ids, **options)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 16])

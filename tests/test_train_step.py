@@ -40,7 +40,7 @@ def make_mesh(data, seq, tensor=1):
     )
 
 
-def build_on(mesh, *, config=CONFIG, loss_chunk=5, accumulate=1):
+def build_on(mesh, *, config=CONFIG, loss_chunk=5, accumulate=1, is_packed=False):
     create = functools.partial(
         Llama,
         config,
@@ -52,7 +52,8 @@ def build_on(mesh, *, config=CONFIG, loss_chunk=5, accumulate=1):
     optimizer = OptimizerConfig(
         learning_rate=1e-3, warmup_steps=2, total_steps=10, weight_decay=0.5, z_loss=0.01, accumulate=accumulate
     )
-    return build(lambda rngs: create(rngs=rngs), mesh=mesh, optimizer=optimizer, loss_chunk=loss_chunk)
+    make = lambda rngs: create(rngs=rngs)
+    return build(make, mesh=mesh, optimizer=optimizer, loss_chunk=loss_chunk, is_packed=is_packed)
 
 
 @functools.cache
@@ -267,13 +268,25 @@ def test_the_step_keeps_shardings_and_donates_its_state():
     assert state.step == 1
 
 
+def test_a_packed_document_has_the_losses_that_it_has_alone_whatever_is_before_it():
+    program = build_on(make_mesh(1, 2, 2), is_packed=True)
+    params = place(initial_state(), program).params
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, LENGTH), np.int32)
+    tokens[1, :44] = tokens[0, 20:]
+    ids = np.ones((2, LENGTH), np.int32)
+    ids[0, 20:], ids[1, 44:] = 2, 0
+    batch = {"tokens": tokens, "labels": np.roll(tokens, -1, axis=1), "segment_ids": ids}
+    losses = program.token_losses(params, jax.device_put(batch, program.batch_sharding))
+    np.testing.assert_allclose(losses[0, 20:-1], losses[1, :43], rtol=1e-5)
+    assert not np.allclose(losses[0, :20], losses[1, :20])
+
+
 def shapes_in_step(*, num_tokens, vocab_size, loss_chunk):
     """Shapes of all arrays in the lowered step on 8 workers, whole and one worker's part."""
     program = build_on(
         make_mesh(1, 8), config=dataclasses.replace(CONFIG, vocab_size=vocab_size), loss_chunk=loss_chunk
     )
-    ids = jax.ShapeDtypeStruct((1, num_tokens), jnp.int32, sharding=program.batch_sharding)
-    text = program.step.lower(program.state_struct, {"tokens": ids, "labels": ids}).as_text()
+    text = program.step.lower(program.state_struct, program.batch_struct(1, num_tokens)).as_text()
     return {tuple(map(int, shape.split("x")[:-1])) for shape in re.findall(r"tensor<((?:\d+x)+)\w+>", text)}
 
 

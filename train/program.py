@@ -92,7 +92,7 @@ def build_program(config: Config, mesh: Mesh) -> Program:
         z_loss=config.z_loss,
         accumulate=config.accumulate,
     )
-    return build(model_maker(config, mesh), mesh=mesh, optimizer=optimizer, seed=config.seed)
+    return build(model_maker(config, mesh), mesh=mesh, optimizer=optimizer, seed=config.seed, is_packed=config.packing)
 
 
 def make_remat(name: Remat, mesh: Mesh) -> Callable[[Callable], Callable]:
