@@ -128,7 +128,7 @@ def distflash_attention(
     Source: DISTFLASHATTN, arXiv 2310.03294.
     """
     _check_arrays(q, k, v, causal)
-    ids = _check_mask(q, k, causal, window, softcap, segment_ids, kv_segment_ids, sinks)
+    segments = _check_mask(q, k, causal, window, softcap, segment_ids, kv_segment_ids, sinks)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: must be one of {STRATEGIES}")
     T, S, H = q.shape[1], k.shape[1], q.shape[3]
@@ -148,8 +148,8 @@ def distflash_attention(
     if placement.is_inside_shard_map(axis):
         placement.check_chunks(q, k, v, axis, mesh, spec)
         _check_flags(mesh, lax.axis_size(axis))
-        ids = jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), ids)
-        out, lse = _with_sinks(*attend(q, k, v, ids, num_keys=S * lax.axis_size(axis)), sinks)
+        segments = jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), segments)
+        out, lse = _with_sinks(*attend(q, k, v, segments, num_keys=S * lax.axis_size(axis)), sinks)
         return (out, lse) if return_lse else out
     mesh = placement.find_mesh(mesh, axis, q)
     _check_flags(mesh, mesh.shape[axis])
@@ -157,14 +157,14 @@ def distflash_attention(
     placement.check_divisible(q, k, mesh, spec)
     placed = [placement.place(name, x, mesh, spec) for name, x in (("q", q), ("k", k), ("v", v))]
     q, k, v = (_pad_rows(x, mesh.shape[axis]) for x in placed)
-    ids = jax.tree.map(lambda x: _pad_rows(x, mesh.shape[axis]), ids)
+    segments = jax.tree.map(lambda x: _pad_rows(x, mesh.shape[axis]), segments)
     out, lse = jax.shard_map(
         functools.partial(attend, num_keys=S),
         mesh=mesh,
         in_specs=(spec, spec, spec, PartitionSpec(spec[0])),
         out_specs=(spec, PartitionSpec(*spec[:3])),
         axis_names=frozenset(mesh.axis_names) - frozenset(jax.sharding.get_abstract_mesh().manual_axes),
-    )(q, k, v, ids)
+    )(q, k, v, segments)
     out, lse = _with_sinks(out[:, :T], lse[:, :T], sinks)
     return (out, lse) if return_lse else out
 
@@ -216,7 +216,7 @@ def _attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    ids: tuple[Int[Array, "B PT"], Int[Array, "B PS"]] | None,
+    segments: Segments | None,
     *,
     axis: str,
     num_keys: int,
@@ -232,8 +232,8 @@ def _attend(
     num_workers, reach = lax.axis_size(axis), schedule.reach_of(window, k.shape[1])
     table = schedule.choose(strategy, num_workers, kv_heads=k.shape[2], is_causal=is_causal, reach=reach)
     q, k, v = placement.vary_alike(q, k, v)
-    segments = ids and Segments(*(x.reshape(x.shape[0], num_workers, -1).swapaxes(0, 1) for x in ids))
-    return _attention(Plan(table, kernel, axis, num_keys, scale, window, softcap, deterministic), q, k, v, segments)
+    plan = Plan(table, kernel, axis, num_keys, scale, window, softcap, deterministic)
+    return _attention(plan, q, k, v, segments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -278,8 +278,8 @@ def _pad_rows(x: Float[Array, "B T ..."], multiple: int) -> Float[Array, "B T2 .
 def _check_mask(
     q: Array, k: Array, causal: bool, window: int | None, softcap: float | None, segment_ids: Array | None,
     kv_segment_ids: Array | None, sinks: Array | None,
-) -> tuple[Array, Array] | None:  # fmt: skip
-    """(segment_ids of the queries, of the keys), None without."""
+) -> Segments | None:  # fmt: skip
+    """The segments of both sides, None without."""
     if window is not None and not causal:
         raise ValueError(f"window={window}: needs causal=True")
     if window is not None and window < 1:
@@ -291,11 +291,11 @@ def _check_mask(
         if kv_segment_ids is not None:
             raise ValueError("kv_segment_ids: needs segment_ids, those of the queries")
         return None
-    ids = segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids
-    for name, x, like in (("segment_ids", ids[0], q), ("kv_segment_ids", ids[1], k)):
+    segments = Segments(segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
+    for name, x, like in (("segment_ids", segments.q, q), ("kv_segment_ids", segments.kv, k)):
         if x.shape != like.shape[:2] or not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name}: must be integers of shape {like.shape[:2]}, got {x.dtype}{x.shape}")
-    return ids
+    return segments
 
 
 def _check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:

@@ -45,13 +45,13 @@ class Plan:
 
 
 class Segments(NamedTuple):
-    """Of each token of the whole sequence, chunk by chunk, the number of its document; 0 sees and is seen by nothing.
+    """Of each token of the whole sequence, padding included, the number of its document; 0 sees and is seen by nothing.
 
     Every worker has all of them: they are small, and so nobody has to send them.
     """
 
-    q: Int[Array, "P B T"]
-    kv: Int[Array, "P B S"]
+    q: Int[Array, "B PT"]
+    kv: Int[Array, "B PS"]
 
 
 def forward(
@@ -239,9 +239,10 @@ def _mask(plan: Plan, step: Step, queries: Operand, keys: Operand, segments: Seg
     )
 
 
-def _segments(plan: Plan, chunks: Int[Array, "P B T"], side: Side, operand: Operand) -> Int[Array, "B rows"]:
+def _segments(plan: Plan, ids: Int[Array, "B PT"], side: Side, operand: Operand) -> Int[Array, "B rows"]:
     """Those of the rows of an operand of this worker's task."""
-    chunk = lax.dynamic_index_in_dim(chunks, _per_worker(plan, side.chunks), keepdims=False)[..., None]
+    chunks = ids.reshape(ids.shape[0], plan.schedule.num_workers, -1)
+    chunk = lax.dynamic_index_in_dim(chunks, _per_worker(plan, side.chunks), axis=1, keepdims=False)[..., None]
     take = lambda part: _box(part, operand.own[0])._replace(head=0, num_heads=1).take(chunk)[..., 0]
     return jnp.where(operand.is_peer, take(side.peer), take(side.own)) if side.fetch else take(side.own)
 
