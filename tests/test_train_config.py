@@ -160,7 +160,7 @@ def print_config(arguments, capsys):
 def test_the_printed_configuration_is_complete_and_says_the_same_again(tmp_path, capsys):
     (tmp_path / "a").write_text("text")
     flags = f"--mesh data=2,seq=2 --model llama-7b --data {tmp_path}/a:0.5 --data {tmp_path}/a --rope-scaling yarn:4"
-    flags += " --qk-norm true --z-loss 1e-4 --eval-fraction 0.1 --seed 3 --rope-theta 123456.789"
+    flags += " --qk-norm true --z-loss 1e-4 --packing --eval-fraction 0.1 --seed 3 --rope-theta 123456.789"
     printed = print_config(flags.split(), capsys)
     assert (printed["lr"], printed["mesh"], printed["dtype"], printed["origin"]) == (3e-4, "data=2,seq=2", None, None)
     (tmp_path / "config.json").write_text(json.dumps(printed))

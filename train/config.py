@@ -254,12 +254,15 @@ def _saved_arguments(arguments: Sequence[str], given: Set[str]) -> list[str]:
         near = perhaps(min(unknown), _names())
         raise InputError(f"--config {path}: settings of this command, found {min(unknown)}{near}")
     replaced = {flag for pair in _ALTERNATIVES if given & set(pair) for flag in pair} | given
+    switches = {field.name for field in dataclasses.fields(Config) if field.default is False}
     return [
-        f"{flags.flag_name(name)}={json.dumps(value) if isinstance(value, bool) else value}"
+        flags.flag_name(name)
+        if name in switches
+        else f"{flags.flag_name(name)}={json.dumps(value) if isinstance(value, bool) else value}"
         for name, values in saved.items()
         if name != "origin" and flags.flag_name(name) not in replaced
         for value in (values if isinstance(values, list) else [values])
-        if value is not None
+        if value is not None and not (name in switches and value is False)
     ]
 
 
