@@ -27,8 +27,10 @@ def documents(length: int, *lengths: int) -> jax.Array:
     return jnp.asarray(np.pad(numbers, (0, length - numbers.size)), jnp.int32)
 
 
-def assert_equals_dense(case: Case, attention, *, window=None, ids=None, kv_ids=None, softcap=None, sinks=None):
-    """out, lse and all their gradients, where dense attention materialises the mask."""
+def assert_equals_dense(
+    case: Case, attention, *, window=None, ids=None, kv_ids=None, softcap=None, sinks=None, error=3e-5
+):
+    """out, lse and all their gradients, where dense attention materialises the mask; error: relative to the largest."""
     S = case.S or case.T
     segments = None if ids is None else (ids, ids if kv_ids is None else kv_ids)
     mask = Mask(0, 0, S, case.is_causal, window, segments)
@@ -46,7 +48,7 @@ def assert_equals_dense(case: Case, attention, *, window=None, ids=None, kv_ids=
     for name, value in wanted.items():
         assert not np.isnan(ours[name]).any(), name
         largest = float(jnp.abs(value).max(where=jnp.isfinite(value), initial=1))
-        np.testing.assert_allclose(ours[name], value, atol=3e-5 * largest, err_msg=name)
+        np.testing.assert_allclose(ours[name], value, rtol=error, atol=error * largest, err_msg=name)
 
 
 @pytest.mark.parametrize("num_workers, window", [(1, 5), (2, 1), (3, 6), (4, 12), (5, 30), (8, 3), (8, 19), (8, 100)])

@@ -11,6 +11,7 @@ import oracle
 import pytest
 from oracle import Case
 from test_distflash_attention import assert_matches, attend
+from test_distflash_masks import assert_equals_dense, documents
 from test_distflash_remat import WITH_POLICY, arguments, network
 
 from distflash_jax import overlap, trace, xla_flags
@@ -24,6 +25,17 @@ TINY = ["--seq-len", "512", "--batch-size", "2", "--dtype", "float32"]
 @pytest.mark.parametrize("num_workers", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
 def test_attention_and_all_gradients_equal_dense(num_workers, heads, dtype):
     assert_matches(Case(B=1, T=1501, N=heads[0], K=heads[1], H=64, dtype=dtype), attend(num_workers))
+
+
+@pytest.mark.parametrize("num_workers", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
+@pytest.mark.parametrize(
+    "options", [{"window": 300}, {"window": 1100, "softcap": 5.0}, {"sinks": jnp.arange(4.0)}, {}], ids=str
+)
+def test_masks_equal_dense(num_workers, options):
+    case = Case(B=1, T=1501, N=4, K=2, H=64, dtype="bfloat16")
+    ids = None if "sinks" in options else documents(1501, 300, 7, 1000, 150)[None]
+    attention = attend(num_workers, segment_ids=ids, **options)
+    assert_equals_dense(case, attention, ids=ids, error=2e-2, **options)
 
 
 @pytest.mark.gpu(2)
