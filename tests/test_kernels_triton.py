@@ -19,7 +19,7 @@ from test_kernels import own
 
 from benchmarks import assemble_triton
 from distflash_jax import attention
-from pallas_kernels import Choice, Mask, triton_attention, triton_blocks
+from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Choice, Mask, triton_attention, triton_blocks
 from pallas_kernels.block_sizes import KINDS
 
 TESTS = Path(__file__).parent
@@ -64,27 +64,46 @@ def test_kernels_fit_without_spills(architecture):
         assert report.shared_memory <= triton_blocks.SHARED_MEMORY[architecture], direction
 
 
+def gradients(num_workers: int) -> jax.stages.Traced:
+    """Of distributed attention by the Triton kernels, under vmap, for which jax-triton has no rule."""
+    q, k = (jax.ShapeDtypeStruct((2, 1, 2049, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    loss = lambda q, k, v: attend(num_workers)(q, k, v)[0].astype(jnp.float32).sum()
+    return jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2)))).trace(q, k, k)
+
+
+@pytest.fixture
+def triton_is_chosen(monkeypatch):
+    monkeypatch.setattr(attention, "which_implementation", lambda *_, **__: Choice("triton", "for the test"))
+    monkeypatch.setattr(triton_attention, "local_compute_capability", lambda: "8.0")
+
+
 @needs_triton
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_the_kernels_lower_on_a_mesh_and_are_compiled_once(num_workers, monkeypatch):
-    """Where JAX types what differs between workers, and under vmap, for which jax-triton has no rule."""
+def test_the_kernels_lower_on_a_mesh(num_workers, triton_is_chosen):
+    """Where JAX types what differs between workers."""
     from jax._src.lib import gpu_triton
 
     if not hasattr(gpu_triton, "TritonKernel"):
         pytest.skip("a plugin of JAX for CUDA is not installed")
-    import jax_triton
-
-    monkeypatch.setattr(attention, "which_implementation", lambda *_, **__: Choice("triton", "for the test"))
-    monkeypatch.setattr(triton_attention, "local_compute_capability", lambda: "8.0")
-    q, k = (jax.ShapeDtypeStruct((2, 1, 2049, heads, 64), jnp.bfloat16) for heads in (4, 2))
-    loss = lambda q, k, v: attend(num_workers)(q, k, v)[0].astype(jnp.float32).sum()
-    traced = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2)))).trace(q, k, k)
-    compiled = jax_triton.triton_lib._COMPILED_KERNEL_CACHE
-    compiled.clear()
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = gradients(num_workers).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("triton_kernel_call") >= 3 * (num_workers + 1) // 2
-    assert len(compiled) == 3, "forward and the two of the backward, whatever the task"
+
+
+def test_three_kernels_are_compiled_whatever_the_table(triton_is_chosen, monkeypatch):
+    """Diagonal, far pair, half of the heads, own or peer's operands: all that differs is read at run time."""
+    compiled, calls = set(), []
+
+    def record(launch):
+        calls.append(launch)
+        compiled.add((launch.kernel, launch.blocks, *launch.constants.items()))
+        assert launch.arrays[4].dtype == jnp.bfloat16 and {x.dtype for x in launch.arrays[:2]} == {jnp.dtype("int32")}
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in launch.results)
+
+    functions = (functools.partial(x, run=record) for x in (triton_attention.forward, triton_attention.backward))
+    monkeypatch.setitem(IMPLEMENTATIONS, "triton", BlockAttention(*functions))
+    gradients(4)
+    assert len(calls) > 9 and len(compiled) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
