@@ -1,7 +1,8 @@
 """Block kernels on one GPU beside their peers, in turns in one process: `python -m benchmarks.kernel`.
 
 Modes: forward; backward, given what the forward returned; both, in one program; deterministic, a backward of ours alone
-that repeats bit by bit. A peer has no backward alone: its backward is both minus forward. The bound of a row is the
+that repeats bit by bit. A peer has no backward alone: its backward is both minus forward. --implementations names
+block kernels of ours (hopper is the default, triton another). The bound of a row is the
 rate of a bfloat16 matrix product of 8192 x 8192 in the same run. What cannot run is named in one line and left out.
 `--table` measures nothing and prints the newest rows.
 """
@@ -95,10 +96,16 @@ def block_functions(case: Case, kernel: BlockAttention) -> dict[str, Function]:
     }
 
 
-def make_functions(case: Case, peers: dict[str, Peer], modes: Collection[str]) -> dict[Key, Function]:
+def make_functions(
+    case: Case, peers: dict[str, Peer], modes: Collection[str], implementations: Iterable[str] = (OURS,)
+) -> dict[Key, Function]:
     """What has to be measured for these modes; always the forward, without which there is nothing to go back from."""
-    ours = block_functions(case, IMPLEMENTATIONS[OURS])
-    functions = {Key(OURS, mode): function for mode, function in ours.items() if mode in ("forward", *modes)}
+    functions = {
+        Key(name, mode): function
+        for name in implementations
+        for mode, function in block_functions(case, IMPLEMENTATIONS[name]).items()
+        if mode in ("forward", *modes)
+    }
     for name, peer in peers.items():
         attention = functools.partial(peer.attention, case)
         functions[Key(name, "forward")] = lambda x, attention=attention: attention(x.q, x.k, x.v)
@@ -141,15 +148,18 @@ def make_programs(case: Case, functions: dict[Key, Function], inputs: dict[str, 
     return {key: program for key, program in programs.items() if key._replace(mode="forward") in programs}
 
 
-def measure(case: Case, peers: dict[str, Peer], modes: Collection[str], bound: float) -> list[dict[str, Any]]:
+def measure(
+    case: Case, peers: dict[str, Peer], modes: Collection[str], bound: float, implementations: Collection[str] = (OURS,)
+) -> list[dict[str, Any]]:
     """The rows of a case."""
     ours = random_inputs(case)
-    inputs = {OURS: ours} | {name: ours.of(peer) for name, peer in peers.items()}
-    programs = make_programs(case, make_functions(case, peers, modes), inputs)
+    inputs = dict.fromkeys(implementations, ours) | {name: ours.of(peer) for name, peer in peers.items()}
+    programs = make_programs(case, make_functions(case, peers, modes, implementations), inputs)
     if not programs:
         return []
-    if Key(OURS, "forward") in programs:
-        inputs[OURS] = ours.given(*programs[Key(OURS, "forward")](ours))
+    for name in implementations:
+        if Key(name, "forward") in programs:
+            inputs[name] = ours.given(*programs[Key(name, "forward")](ours))
     seconds = time_in_turns({key: functools.partial(run, inputs[key.implementation]) for key, run in programs.items()})
     return make_rows(case, seconds, modes, bound)
 
@@ -197,6 +207,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=KERNEL_DEFAULT, help="names or patterns such as '*_d128_*'")
     parser.add_argument("--modes", nargs="*", choices=WORK, default=list(WORK))
+    parser.add_argument("--implementations", nargs="*", choices=IMPLEMENTATIONS, default=[OURS])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--out", type=Path, default=RESULTS / "kernel.csv", help="where rows are added, or read from")
     parser.add_argument("--table", action="store_true", help="print the newest rows of the cases as Markdown")
@@ -212,7 +223,7 @@ def main():
     bound = matmul_tflops()
     print(f"matrix product {bound:.0f} TFLOP/s", flush=True)
     for case in cases:
-        rows = measure(case, peers, arguments.modes, bound)
+        rows = measure(case, peers, arguments.modes, bound, arguments.implementations)
         write_rows(arguments.out, rows)
         for mode in arguments.modes:
             rates = (f"{row['implementation']} {row['p50']:4.0f}" for row in rows if row["mode"] == mode)

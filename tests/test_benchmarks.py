@@ -108,9 +108,8 @@ def test_a_case_is_measured_beside_its_peers_and_a_peer_that_raises_costs_one_li
         "forward_only": peers.Peer("jax.nn", lambda case, module: forward_only),
         "backward_only": peers.Peer("jax.nn", lambda case, module: backward_only),
     }
-    monkeypatch.setattr(kernel, "OURS", "xla")
     monkeypatch.setattr(harness, "TURN", 1e-4)
-    rows = kernel.measure(SMALL["causal"], present, list(kernel.WORK), bound=7.0)
+    rows = kernel.measure(SMALL["causal"], present, list(kernel.WORK), 7.0, ["xla"])
     complete = {(name, mode) for name in ("xla", "halves") for mode in ("forward", "backward", "both")}
     alone = {("xla", "deterministic"), ("forward_only", "forward")}
     assert {(row["implementation"], row["mode"]) for row in rows} == complete | alone
@@ -160,6 +159,15 @@ def test_our_calls_lower_for_cuda():
     assert functions.keys() == {Key("hopper", "forward"), Key("hopper", "both")}
     both = jax.jit(functions[Key("hopper", "both")]).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
     assert "hopper_forward" in both and "hopper_backward" in both
+
+
+def test_more_kernels_of_ours_are_measured_beside_each_other(monkeypatch):
+    monkeypatch.setattr(harness, "TURN", 1e-4)
+    monkeypatch.setitem(kernel.IMPLEMENTATIONS, "hopper", xla.ATTENTION)
+    rows = kernel.measure(SMALL["causal"], {}, ["forward", "backward"], 7.0, ("hopper", "xla"))
+    assert [(row["implementation"], row["mode"]) for row in rows] == [
+        ("hopper", "forward"), ("xla", "forward"), ("hopper", "backward"), ("xla", "backward"),
+    ]  # fmt: skip
 
 
 def test_the_table_shows_the_newest_rows(tmp_path):

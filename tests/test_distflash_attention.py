@@ -286,7 +286,7 @@ GOOD = {"q": (1, 16, 4, 8), "k": (1, 16, 2, 8), "v": (1, 16, 2, 8)}
         ),
         ({"q": (1, 0, 4, 8)}, r"q: must not be empty"),
         ({"strategy": "best"}, r"strategy='best': must be one of \('balanced', 'balanced_unsplit', 'ring'\)"),
-        ({"implementation": "cuda"}, r"implementation='cuda': must be None or one of \['hopper', 'xla'\]"),
+        ({"implementation": "cuda"}, r"implementation='cuda': must be None or one of \['hopper', 'triton', 'xla'\]"),
         ({"axis": "sequence"}, r"axis='sequence': must be one of the mesh's axes \('data', 'seq'\)"),
         ({"spec": P("batch", "seq")}, r"spec=.*: 'batch' must be one of the mesh's axes"),
         (
@@ -355,5 +355,6 @@ def test_on_a_default_mesh_replicated_arrays_are_cut_and_others_refused():
 
 
 def test_which_implementation_says_what_runs_and_why():
-    assert which_implementation() == ("xla", "for every platform; hopper needs a GPU, got cpu")
+    reason = "for every platform; hopper needs a GPU, got cpu; triton needs a GPU, got cpu"
+    assert which_implementation() == ("xla", reason)
     assert which_implementation("xla", mesh=make_mesh(seq=2)).reason == "asked for"

@@ -1,4 +1,4 @@
-"""The Hopper kernels on a GPU at the sizes they are made for: numbers, repeats, addresses. `pytest --platform cuda`."""
+"""The kernels on a GPU at the sizes they are made for: numbers, repeats, addresses. `pytest --platform cuda`."""
 
 import os
 import shutil
@@ -14,16 +14,22 @@ import jax.numpy as jnp
 import oracle
 import pytest
 from jaxtyping import Array
-from test_kernels import Pair, own
+from test_kernels import Pair, own, skip_unless_it_runs
 from tolerance import assert_close
 
 from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Box, Mask, Operand, dense
 
 ROOT = Path(__file__).parent.parent
-HOPPER, XLA = IMPLEMENTATIONS["hopper"], IMPLEMENTATIONS["xla"]
+XLA = IMPLEMENTATIONS["xla"]
 NAMES = ("out", "lse", "dq", "dk", "dv")
 MILLION = 2**20
 pytestmark = pytest.mark.gpu(1)
+
+
+@pytest.fixture(params=["hopper", "triton"])
+def kernel(request) -> BlockAttention:
+    skip_unless_it_runs(request.param)
+    return IMPLEMENTATIONS[request.param]
 
 
 def chunk(T=4096, S=4096, N=8, K=2, H=128, **others) -> Pair:
@@ -78,11 +84,11 @@ def compile_together(*calls: tuple) -> list[Callable]:
     return [future.result() for future in futures]
 
 
-def compare(pair: Pair, dtype: str, names: Collection[str]) -> None:
+def compare(ours: BlockAttention, pair: Pair, dtype: str, names: Collection[str]) -> None:
     """These results with dense attention's; the backward is given the exact lse and delta, as of the whole row."""
     *arrays, dlse = inputs(pair, dtype, B=1 if pair.S >= MILLION // 4 else 2)
     calls = [(partial(exact, pair), *arrays, dlse)]
-    for kernel in (HOPPER, XLA):
+    for kernel in (ours, XLA):
         calls.append((partial(forward, kernel, pair), *arrays[:3]))
         calls.append((partial(backward, kernel, pair), *arrays, dlse, dlse))  # lse and delta are like dlse
     run_exact, *runs = compile_together(*calls)
@@ -93,30 +99,32 @@ def compare(pair: Pair, dtype: str, names: Collection[str]) -> None:
     ]
     # Of a million keys every 65th, which has each place in a tile in turn: all would take the host too long.
     step = pair.S // 2**14 | 1
-    for name, ours, plain, x in zip(NAMES, *results, expected, strict=True):
+    for name, x, plain, y in zip(NAMES, *results, expected, strict=True):
         if name in names:
             rows = slice(None, None, step if name in ("dk", "dv") else 1)
-            assert_close(name, ours[:, rows], plain[:, rows], x[:, rows], dtype)
+            assert_close(name, x[:, rows], plain[:, rows], y[:, rows], dtype)
 
 
 @pytest.mark.parametrize("pair, dtype", CASES.values(), ids=CASES)
-def test_results_and_gradients_equal_dense_at_real_sizes(pair, dtype):
+def test_results_and_gradients_equal_dense_at_real_sizes(kernel, pair, dtype):
     """On activations with a mean and outliers."""
-    compare(pair, dtype, NAMES)
+    compare(kernel, pair, dtype, NAMES)
 
 
 @pytest.mark.parametrize("pair", MILLION_KEYS.values(), ids=MILLION_KEYS)
-def test_lse_and_gradients_equal_dense_at_the_end_of_a_million_keys(pair):
-    compare(pair, "bfloat16", ("lse", "dq", "dk", "dv"))
+def test_lse_and_gradients_equal_dense_at_the_end_of_a_million_keys(kernel, pair):
+    compare(kernel, pair, "bfloat16", ("lse", "dq", "dk", "dv"))
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="the matrix units truncate long sums: docs/kernels.md")
 @pytest.mark.parametrize("pair", MILLION_KEYS.values(), ids=MILLION_KEYS)
 def test_out_equals_dense_at_the_end_of_a_million_keys(pair):
-    compare(pair, "bfloat16", ("out",))
+    """Of the Hopper kernels."""
+    skip_unless_it_runs("hopper")
+    compare(IMPLEMENTATIONS["hopper"], pair, "bfloat16", ("out",))
 
 
-def test_elements_beyond_two_to_the_31_are_read_and_written():
+def test_elements_beyond_two_to_the_31_are_read_and_written(kernel):
     """The last rows of q, dout, out and dq of a million times 17 heads: only there dout, dlse and dq are not zero."""
     small = chunk(64, 64, 17, 1, is_causal=False)
     large = small._replace(T=MILLION)
@@ -127,7 +135,7 @@ def test_elements_beyond_two_to_the_31_are_read_and_written():
     @jax.jit
     def run(q, k, v, dout, dlse):
         q = jnp.tile(q, (1, 256, 1, 1))
-        out, lse, dq, dk, dv = both(HOPPER, large, q, k, v, behind_zeros(dout), behind_zeros(dlse))
+        out, lse, dq, dk, dv = both(kernel, large, q, k, v, behind_zeros(dout), behind_zeros(dlse))
         return (*(x[:, -64:] for x in (out, lse, dq)), dk, dv), jnp.any(dq[:, :-64] != 0)
 
     ours, has_other_gradients = run(q, *last[1:])
@@ -138,22 +146,22 @@ def test_elements_beyond_two_to_the_31_are_read_and_written():
 
 
 @pytest.mark.parametrize("head_dim, deterministic", [(64, False), (128, False), (256, False), (128, True)])
-def test_a_hundred_repeats_are_bitwise_equal(head_dim, deterministic):
-    """But for a dq whose additions come in no fixed order."""
+def test_a_hundred_repeats_are_bitwise_equal(kernel, head_dim, deterministic):
+    """But for a dq of the Hopper kernel, whose additions come in no fixed order."""
     pair = chunk(1003, 1003, H=head_dim)
     arrays = inputs(pair, "bfloat16", B=2)
-    run = jax.jit(partial(both, HOPPER, pair, deterministic=deterministic))
+    run = jax.jit(partial(both, kernel, pair, deterministic=deterministic))
     first = run(*arrays)
     assert all(jnp.isfinite(x).all() for x in first)
     for _ in range(99):
         for name, x, y in zip(NAMES, first, run(*arrays), strict=True):
-            if name == "dq" and not deterministic:
+            if name == "dq" and not deterministic and kernel is IMPLEMENTATIONS["hopper"]:
                 assert jnp.abs(x - y).max() <= 1e-3 * jnp.abs(x).max(), name
             else:
                 assert (x == y).all(), name
 
 
-def attend_with_peers() -> None:
+def attend_with_peers(kernel: BlockAttention) -> None:
     """Forward and backward of an odd length, on operands that lie here and on a peer's."""
     q, k, v, dout, dlse = oracle.inputs(oracle.Case(T=130, B=1, H=64, dtype="bfloat16"))
 
@@ -161,9 +169,9 @@ def attend_with_peers() -> None:
     def run(is_peer, q, k, v, dout, dlse):
         operand = lambda *arrays: Operand(arrays, Box(0, 130, 0, arrays[0].shape[2]), arrays, is_peer)
         mask = Mask(jnp.int32(0), jnp.int32(0), jnp.int32(130), is_causal=True)
-        out, lse = HOPPER.forward(operand(q), operand(k, v), mask, 0.125)
+        out, lse = kernel.forward(operand(q), operand(k, v), mask, 0.125)
         delta = jnp.sum(dout.astype(jnp.float32) * out, axis=-1) - dlse
-        return HOPPER.backward(operand(q, dout, lse, delta), operand(k, v), mask, 0.125)
+        return kernel.backward(operand(q, dout, lse, delta), operand(k, v), mask, 0.125)
 
     for is_peer in (False, True):
         jax.block_until_ready(run(jnp.array(is_peer), q, k, v, dout, dlse))
@@ -176,14 +184,16 @@ jax.block_until_ready(jax.numpy.ones(8) + 1)
 print("attached", flush=True)
 sys.path.append("tests")
 import test_gpu_kernels
-test_gpu_kernels.attend_with_peers()
+test_gpu_kernels.attend_with_peers(test_gpu_kernels.IMPLEMENTATIONS[sys.argv[1]])
 print("finished", flush=True)
 """
 
 
 @pytest.mark.timeout(300)
-def test_no_address_is_invalid():
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_no_address_is_invalid(name):
     """Says compute-sanitizer, where it runs."""
+    skip_unless_it_runs(name)
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("compute-sanitizer is not on PATH")
     # Errors of the driver are not counted: JAX asks it for what may not be there. Each array has an allocation of its
@@ -191,7 +201,7 @@ def test_no_address_is_invalid():
     command = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
     environment = os.environ | {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     child = subprocess.run(
-        [*command, sys.executable, "-c", UNDER_SANITIZER],
+        [*command, sys.executable, "-c", UNDER_SANITIZER, name],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import IMPLEMENTATIONS, Box, Mask, Operand, choose, dense, xla
+from distflash_jax import which_implementation
+from pallas_kernels import IMPLEMENTATIONS, Box, Mask, Operand, choose, dense, triton_attention, xla
 
 
 class Pair(NamedTuple):
@@ -82,14 +83,34 @@ KERNEL = pytest.mark.parametrize(
     [
         pytest.param(IMPLEMENTATIONS["xla"], jnp.float32, 1e-5, id="xla"),
         pytest.param(IMPLEMENTATIONS["hopper"], jnp.bfloat16, 3e-2, id="hopper", marks=pytest.mark.gpu(1)),
+        pytest.param(IMPLEMENTATIONS["triton"], jnp.bfloat16, 3e-2, id="triton", marks=pytest.mark.gpu(1)),
+        pytest.param(IMPLEMENTATIONS["triton"], jnp.float32, 1e-4, id="triton_float32", marks=pytest.mark.gpu(1)),
     ],
 )
+
+
+@pytest.fixture(autouse=True)
+def skip_where_the_kernel_does_not_run(request):
+    callspec = getattr(request.node, "callspec", None)
+    kernel = callspec and callspec.params.get("kernel")
+    for name, implementation in IMPLEMENTATIONS.items():
+        if kernel is implementation:
+            skip_unless_it_runs(name, callspec.params["dtype"])
+
+
+def skip_unless_it_runs(name, dtype=jnp.bfloat16):
+    try:
+        which_implementation(name, dtype=dtype)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
 PAIR = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Chunks of a few rows then take several tiles."""
+    """Chunks of a few rows then take several tiles of xla."""
     monkeypatch.setattr(xla, "ROWS_PER_TILE", 16)
     monkeypatch.setattr(xla, "KEYS_PER_TILE", 16)
 
@@ -259,37 +280,55 @@ def test_the_padding_of_a_box_is_dropped_on_the_way_back():
 
 
 H200 = {"platform": "gpu", "compute_capability": "9.0", "scale": 0.1}
+A100 = H200 | {"compute_capability": "8.0"}
+V100 = H200 | {"compute_capability": "7.0"}
+CPU = H200 | {"platform": "cpu", "compute_capability": None}
 
 
 @pytest.mark.parametrize(
     "device, dtype, head_dim, name, reason",
     [
-        (H200, jnp.bfloat16, 128, "hopper", "a GPU of compute capability 9.0"),
+        (H200, jnp.bfloat16, 128, "hopper", "a GPU of compute capability 9.0, bfloat16, head dim 128"),
         (H200, jnp.float16, 64, "hopper", "a GPU of compute capability 9.0"),
-        (H200, jnp.float32, 128, "xla", "hopper needs bfloat16 or float16, got float32"),
-        (H200 | {"scale": -1.0}, jnp.bfloat16, 64, "xla", "hopper needs a positive scale, got -1.0"),
+        (H200, jnp.float32, 128, "triton", "a GPU .*; hopper needs bfloat16 or float16, got float32"),
+        (H200 | {"scale": -1.0}, jnp.bfloat16, 64, "xla", "hopper needs a positive scale, got -1.0; triton needs a p"),
         (H200, jnp.bfloat16, 80, "hopper", "a GPU of compute capability 9.0"),
-        (H200, jnp.bfloat16, 320, "xla", "hopper needs a head dim of at most 256, got 320"),
-        (H200 | {"cuda_version": 12090}, jnp.bfloat16, 64, "xla", "miscompile causal masks, got 12.9.0"),
+        (H200, jnp.bfloat16, 320, "xla", "hopper needs a head dim of at most 256, got 320; triton needs a head dim of"),
+        (H200 | {"cuda_version": 12090}, jnp.bfloat16, 64, "triton", "miscompile causal masks, got 12.9.0"),
         (H200 | {"cuda_version": 12091}, jnp.bfloat16, 64, "hopper", "a GPU of compute capability 9.0"),
-        (H200 | {"compute_capability": "8.0"}, jnp.bfloat16, 128, "xla", "capability 9.0, got 8.0"),
+        (A100, jnp.bfloat16, 128, "triton", "a GPU of compute capability 8.0, .* capability 9.0, got 8.0"),
+        (A100 | {"compute_capability": "12.0"}, jnp.float16, 256, "triton", "a GPU of compute capability 12.0"),
+        (V100, jnp.bfloat16, 128, "xla", "triton needs an NVIDIA GPU of compute capability 8.0 or later, got 7.0"),
         (
-            H200 | {"platform": "cpu", "compute_capability": None},
+            A100 | {"compute_capability": "gfx942"},
             jnp.bfloat16,
             128,
             "xla",
-            "hopper needs a GPU, got cpu",
+            "triton needs an NVIDIA GPU .*, got gfx942",
         ),
+        (CPU, jnp.bfloat16, 128, "xla", "hopper needs a GPU, got cpu; triton needs a GPU, got cpu"),
     ],
 )
-def test_the_best_kernel_of_the_device_is_chosen_and_says_why(device, dtype, head_dim, name, reason):
-    choice = choose(None, **device, dtype=jnp.dtype(dtype), head_dim=head_dim)
+def test_the_best_kernel_of_the_device_is_chosen_and_says_why(device, dtype, head_dim, name, reason, monkeypatch):
+    call = device | {"dtype": jnp.dtype(dtype), "head_dim": head_dim}
+    monkeypatch.setattr(triton_attention, "is_installed", lambda: True)
+    choice = choose(None, **call)
     assert choice.name == name
     assert re.search(reason, choice.reason)
-    assert choose("xla", **device, dtype=jnp.dtype(dtype), head_dim=head_dim).reason == "asked for"
+    assert choose("xla", **call).reason == "asked for"
     if name == "xla":
-        with pytest.raises(ValueError, match=f"implementation='hopper': .*{reason}"):
-            choose("hopper", **device, dtype=jnp.dtype(dtype), head_dim=head_dim)
+        for refused in ("hopper", "triton"):
+            with pytest.raises(ValueError, match=f"implementation='{refused}': {refused} needs"):
+                choose(refused, **call)
+
+
+def test_a_gpu_without_jax_triton_is_told_what_to_install(monkeypatch):
+    monkeypatch.setattr(triton_attention, "is_installed", lambda: False)
+    call = A100 | {"dtype": jnp.dtype(jnp.bfloat16), "head_dim": 128}
+    assert choose(None, **call).name == "xla"
+    assert choose(None, **call).reason.endswith("triton needs jax-triton: pip install 'distflash_jax[triton]'")
+    with pytest.raises(ValueError, match=r"implementation='triton': .* pip install 'distflash_jax\[triton\]'"):
+        choose("triton", **call)
 
 
 def test_an_unknown_implementation_is_refused():

@@ -79,7 +79,7 @@ def test_a_run_tells_its_setting_each_step_and_where_to_look(undisturbed):
         "balanced",
         "remat attention",
         "of parameters and optimizer on a device, one part of 2.00",
-        "kernel    xla: for every platform; hopper needs a GPU, got cpu",
+        "kernel    xla: for every platform; hopper needs a GPU, got cpu; triton needs a GPU, got cpu",
         str(run_dir),
     ):
         assert fact in said

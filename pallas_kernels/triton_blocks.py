@@ -1,0 +1,74 @@
+"""Tile sizes of the Triton kernels, by (direction, padded head dim, bits of the dtype, kind of GPU).
+
+Chosen by what the assembler says: they fit in shared memory and spill next to no registers (`python -m
+benchmarks.assemble_triton`). Not measured. float32 is not rounded to tf32, which leaves the matrix units out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+HEAD_DIMS = (32, 64, 128, 256)  # others are padded to the next, inside of the kernels
+DIRECTIONS = ("forward", "keys_backward", "rows_backward")
+# Kinds of GPU by bytes of shared memory that a thread block may have: A100 and the like; L40S, RTX; Hopper and later.
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+KINDS_OF_GPU = {"8.0": 80, "8.7": 80, "9.0": 90, "10.0": 90, "10.3": 90}  # all others, sm86, sm89 and sm120, have least
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """rows: queries of a tile. keys: of a tile. stages: tiles in flight in the loop. warps: of a program."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+Key = tuple[str, int, int, int]
+_FLOAT32 = {32: Blocks(32, 32, 4, 2), 64: Blocks(16, 32, 4, 2), 128: Blocks(16, 32, 4, 2), 256: Blocks(16, 16, 8, 1)}
+TABLE: Mapping[Key, Blocks] = {
+    (direction, head_dim, bits, kind): blocks
+    for direction, head_dim, bits, kinds, blocks in (
+        ("forward", 32, 16, (80, 86, 90), Blocks(128, 64, 4, 3)),
+        ("forward", 64, 16, (80,), Blocks(128, 64, 4, 3)),
+        ("forward", 64, 16, (86, 90), Blocks(128, 64, 4, 2)),
+        ("forward", 128, 16, (80, 86, 90), Blocks(128, 64, 8, 3)),
+        ("forward", 256, 16, (80,), Blocks(64, 64, 8, 2)),
+        ("forward", 256, 16, (86,), Blocks(64, 32, 8, 2)),
+        ("forward", 256, 16, (90,), Blocks(128, 64, 8, 2)),
+        ("keys_backward", 32, 16, (80, 86, 90), Blocks(32, 128, 8, 3)),
+        ("keys_backward", 64, 16, (80, 86), Blocks(32, 128, 8, 2)),
+        ("keys_backward", 64, 16, (90,), Blocks(32, 128, 8, 3)),
+        ("keys_backward", 128, 16, (80, 86), Blocks(64, 64, 8, 2)),
+        ("keys_backward", 128, 16, (90,), Blocks(32, 64, 8, 2)),
+        ("keys_backward", 256, 16, (80, 86), Blocks(16, 64, 8, 2)),
+        ("keys_backward", 256, 16, (90,), Blocks(32, 32, 8, 2)),
+        ("rows_backward", 32, 16, (80, 86, 90), Blocks(128, 64, 8, 2)),
+        ("rows_backward", 64, 16, (80, 86, 90), Blocks(128, 64, 8, 3)),
+        ("rows_backward", 128, 16, (80, 86, 90), Blocks(128, 64, 8, 2)),
+        ("rows_backward", 256, 16, (80, 90), Blocks(64, 64, 8, 2)),
+        ("rows_backward", 256, 16, (86,), Blocks(64, 16, 8, 2)),
+        *((direction, H, 32, (80, 86, 90), blocks) for direction in DIRECTIONS for H, blocks in _FLOAT32.items()),
+    )
+    for kind in kinds
+}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The smallest head dim of the kernels that holds this one.
+
+    Raises:
+        ValueError: none does.
+    """
+    for size in HEAD_DIMS:
+        if head_dim <= size:
+            return size
+    raise ValueError(f"head dim {head_dim}: must be at most {HEAD_DIMS[-1]}")
+
+
+def find(direction: str, head_dim: int, dtype: DTypeLike, compute_capability: str) -> Blocks:
+    bits = 8 * jnp.dtype(dtype).itemsize
+    return TABLE[direction, padded_head_dim(head_dim), bits, KINDS_OF_GPU.get(compute_capability, 86)]
