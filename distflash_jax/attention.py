@@ -1,7 +1,7 @@
 """distflash_attention: exact attention over a sequence that is sharded along a mesh axis. Read this first.
 
-The path of a call: the checks and the custom_vjp here -> the table (schedule.py) -> fetch, compute, return, merge
-(executor.py) -> a block kernel (pallas_kernels).
+The path of a call: the checks and the custom_vjp here -> the plan of a strategy (strategies.py), most often a table
+(schedule.py) -> fetch, compute, return, merge (executor.py) -> a block kernel (pallas_kernels).
 """
 
 import functools
@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from distflash_jax import executor, placement, schedule
-from distflash_jax.executor import Plan
+from distflash_jax import placement, strategies
+from distflash_jax.placement import Axis
 from distflash_jax.remat import LSE_NAME, OUT_NAME
 from distflash_jax.schedule import STRATEGIES, Strategy
 from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Choice, choose
@@ -31,7 +31,7 @@ def distflash_attention(
     v: Float[Array, "B S K H"],
     *,
     mesh: Mesh | AbstractMesh | None = ...,
-    axis: str = ...,
+    axis: Axis = ...,
     spec: PartitionSpec | None = ...,
     causal: bool = ...,
     scale: float | None = ...,
@@ -49,7 +49,7 @@ def distflash_attention(
     v: Float[Array, "B S K H"],
     *,
     mesh: Mesh | AbstractMesh | None = ...,
-    axis: str = ...,
+    axis: Axis = ...,
     spec: PartitionSpec | None = ...,
     causal: bool = ...,
     scale: float | None = ...,
@@ -66,7 +66,7 @@ def distflash_attention(
     v: Float[Array, "B S K H"],
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    axis: str = "seq",
+    axis: Axis = "seq",
     spec: PartitionSpec | None = None,
     causal: bool = True,
     scale: float | None = None,
@@ -85,13 +85,18 @@ def distflash_attention(
         q, k, v: float32, bfloat16 or float16, all of one dtype. N must be a multiple of K; query head n reads
             key/value head n // (N / K). S may differ from T where causal is False.
         mesh: defaults to that of q's explicit sharding, else to the ambient mesh (jax.set_mesh).
-        axis: the mesh axis that the sequence is sharded over.
+        axis: the mesh axis that the sequence is sharded over; or several, such as ("node", "gpu"), of which the first
+            varies slowest along the sequence.
         spec: how q, k, v and out lie on the mesh, such as P("data", "seq", "tensor"). Defaults to the explicit sharding
             of q, else to P(None, axis).
         causal: each token sees itself and those before it.
         scale: defaults to 1 / sqrt(H).
         strategy: "balanced" keeps every worker busy; "balanced_unsplit" is the paper's own table, where half of an even
-            number of workers idle in the last step; "ring" is the unbalanced baseline.
+            number of workers idle in the last step; "ring" is the unbalanced baseline. "ulysses" exchanges heads for
+            tokens and pads heads that the workers do not divide; "all_gather" gathers keys and values; "hybrid", over
+            two axes, is Ulysses over the second and the balanced table over the first. "zigzag", causal only, takes
+            tokens in the order of distflash_jax.zigzag. "auto" is the one of those in natural order for which
+            explain_strategy predicts the least time, forward and backward.
         implementation: the block kernel; None chooses, and which_implementation tells.
         deterministic: gradients repeat bit by bit on the Hopper kernels too, whose dq else varies in its last bits;
             their backward then makes seven matmuls instead of five.
@@ -116,6 +121,7 @@ def distflash_attention(
         strategy=strategy,
         kernel=IMPLEMENTATIONS[choice.name],
         deterministic=deterministic,
+        mesh=mesh,
     )
     if placement.is_inside_shard_map(axis):
         placement.check_chunks(q, k, v, axis, mesh, spec)
@@ -123,13 +129,14 @@ def distflash_attention(
         out, lse = attend(q, k, v, num_keys=S * lax.axis_size(axis))
         return (out, lse) if return_lse else out
     mesh = placement.find_mesh(mesh, axis, q)
-    _check_flags(mesh, mesh.shape[axis])
+    num_workers = placement.size(mesh, axis)
+    _check_flags(mesh, num_workers)
     spec = placement.find_spec(spec, mesh, axis, q)
     placement.check_divisible(q, k, mesh, spec)
     placed = [placement.place(name, x, mesh, spec) for name, x in (("q", q), ("k", k), ("v", v))]
-    q, k, v = (_pad_rows(x, mesh.shape[axis]) for x in placed)
+    q, k, v = (_pad_rows(x, num_workers) for x in placed)
     out, lse = jax.shard_map(
-        functools.partial(attend, num_keys=S),
+        functools.partial(attend, num_keys=S, mesh=mesh),
         mesh=mesh,
         in_specs=(spec, spec, spec),
         out_specs=(spec, PartitionSpec(*spec[:3])),
@@ -186,38 +193,47 @@ def _attend(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     *,
-    axis: str,
+    axis: Axis,
     num_keys: int,
     is_causal: bool,
     scale: float,
     strategy: Strategy,
     kernel: BlockAttention,
     deterministic: bool,
+    mesh: Mesh | AbstractMesh | None,
 ) -> Partial:
     """(out, lse) of this worker's chunks; num_keys counts the keys of the whole sequence, without padding."""
-    table = schedule.choose(strategy, lax.axis_size(axis), kv_heads=k.shape[2], is_causal=is_causal)
+    if strategy == "auto":
+        strategy = strategies.choose(q, k, axis, mesh, is_causal=is_causal)
     q, k, v = placement.vary_alike(q, k, v)
-    return _attention(Plan(table, kernel, axis, num_keys, scale, deterministic), q, k, v)
+    plan = strategies.make_plan(
+        strategy,
+        num_heads=q.shape[2],
+        kv_heads=k.shape[2],
+        chunk=q.shape[1],
+        settings=strategies.Settings(kernel, axis, num_keys, scale, is_causal, deterministic),
+    )
+    return _attention(plan, q, k, v)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: Plan, q: Array, k: Array, v: Array) -> Partial:
-    return executor.forward(plan, q, k, v)
+def _attention(plan: strategies.Plan, q: Array, k: Array, v: Array) -> Partial:
+    return plan.forward(q, k, v)
 
 
-def _attention_fwd(plan: Plan, q: Array, k: Array, v: Array) -> tuple[Partial, tuple[Array, ...]]:
-    out, lse = executor.forward(plan, q, k, v)
+def _attention_fwd(plan: strategies.Plan, q: Array, k: Array, v: Array) -> tuple[Partial, tuple[Array, ...]]:
+    out, lse = plan.forward(q, k, v)
     # The named values must be both results and residuals: a policy that saves them then leaves no use of the forward.
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (out, lse), (q, k, v, out, lse)
 
 
-def _attention_bwd(plan: Plan, residuals: tuple[Array, ...], cotangents: Partial) -> Gradients:
+def _attention_bwd(plan: strategies.Plan, residuals: tuple[Array, ...], cotangents: Partial) -> Gradients:
     q, k, v, out, lse = residuals
     dout, dlse = cotangents
     # d lse / d scores = weights, so the whole gradient of lse is one subtraction here.
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
-    return executor.backward(plan, q, k, v, dout, lse, delta)
+    return plan.backward(q, k, v, dout, lse, delta)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -17,8 +17,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from distflash_jax.merge import merge
+from distflash_jax.placement import Axis
 from distflash_jax.schedule import MERGED_AT_ONCE, WHOLE, Part, Permutation, Schedule, Side, Step
-from pallas_kernels.block import BlockAttention, Box, Gradients, Operand
+from pallas_kernels.block import BlockAttention, Box, Gradients, Operand, Partial
 from pallas_kernels.masks import Mask
 
 Arrays = tuple[Array, ...]
@@ -29,15 +30,22 @@ Combine = Callable[[Arrays | None, Arrays, Bool[Array, ""] | None], Arrays]
 class Plan:
     """What does not change from call to call; hashable.
 
-    axis: the mesh axis of the workers. num_keys: keys of the whole sequence; chunks may be padded beyond it.
+    axis: the mesh axis of the workers, or several; () for one alone. num_keys: keys of the whole sequence; chunks may
+    be padded beyond it.
     """
 
     schedule: Schedule
     kernel: BlockAttention
-    axis: str
+    axis: Axis
     num_keys: int
     scale: float
     deterministic: bool = False
+
+    def forward(self, q: Array, k: Array, v: Array) -> Partial:
+        return forward(self, q, k, v)
+
+    def backward(self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array) -> Gradients:
+        return backward(self, q, k, v, dout, lse, delta)
 
 
 def forward(
@@ -184,7 +192,7 @@ def _fetch(plan: Plan, own: Arrays, side: Side) -> Arrays | None:
         return _send(tuple(_box(side.peer, own[0]).take(x) for x in own), side.fetch, plan.axis)
 
 
-def _send(arrays: Arrays, permutation: Permutation, axis: str) -> Arrays:
+def _send(arrays: Arrays, permutation: Permutation, axis: Axis) -> Arrays:
     return tuple(lax.ppermute(x, axis, permutation) for x in arrays)
 
 
