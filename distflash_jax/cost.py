@@ -220,17 +220,15 @@ class Cost:
         return part.index * size, (part.index + 1) * size, num_heads
 
 
-class Amount(NamedTuple):
+@dataclass(frozen=True)
+class Amount:
     """Of arrays, or of parts of them; on average, where workers differ. size: bytes."""
 
     elements: Fraction = Fraction(0)
     size: Fraction = Fraction(0)
 
-    def __add__(self, other: "Amount") -> "Amount":  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __add__(self, other: "Amount") -> "Amount":
         return Amount(self.elements + other.elements, self.size + other.size)
-
-    def __mul__(self, factor: Fraction | int) -> "Amount":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Amount(self.elements * factor, self.size * factor)
 
 
 @dataclass(frozen=True)
@@ -332,9 +330,8 @@ class Spread:
         if self.strategy == "all_gather":
             dealt = size(q_names, t, shape.N, 4) if self.is_causal else 0
             return dealt + size(("k", "v"), T, shape.K, shape.itemsize) + 2 * size(results, T, shape.K, 4)
-        halves = size(FETCHED[direction]["q"], t, shape.N, shape.itemsize) + 2 * size(
-            ("k", "v"), t, shape.K, shape.itemsize
-        )
+        halves = size(FETCHED[direction]["q"], t, shape.N, shape.itemsize)
+        halves += 2 * size(("k", "v"), t, shape.K, shape.itemsize)
         return halves + 2 * size(RETURNED[direction]["q"], t, shape.N, 4) + 5 * size(results, t, shape.K, 4)
 
 

@@ -12,6 +12,7 @@ import pytest
 from oracle import Case
 from test_distflash_attention import assert_matches, attend
 from test_distflash_remat import WITH_POLICY, arguments, network
+from test_distflash_strategies import spread
 
 from distflash_jax import overlap, trace, xla_flags
 
@@ -24,6 +25,12 @@ TINY = ["--seq-len", "512", "--batch-size", "2", "--dtype", "float32"]
 @pytest.mark.parametrize("num_workers", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
 def test_attention_and_all_gradients_equal_dense(num_workers, heads, dtype):
     assert_matches(Case(B=1, T=1501, N=heads[0], K=heads[1], H=64, dtype=dtype), attend(num_workers))
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("strategy", ["ulysses", "all_gather", "zigzag"])
+def test_strategies_that_are_no_table_equal_dense(strategy):
+    assert_matches(Case(B=1, T=1501, N=6, K=3, H=64, dtype="bfloat16"), spread(strategy, 2))
 
 
 @pytest.mark.gpu(2)
