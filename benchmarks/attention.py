@@ -1,10 +1,10 @@
 """distflash_attention on the GPUs of this machine beside others, in turns: `python -m benchmarks.attention`.
 
 The bound of a row is the time of our kernel on one GPU divided by the number of workers. Beside the strategies stand
-Ulysses and an all-gather of k and v, around our kernel, Ulysses around cuDNN's (`ulysses_cudnn`), and PyTorch's
-context_parallel (`torch_cp`, in processes of its own before the others); `balanced_without_messages`, which computes
-alike and leaves out what travels, so that the difference is what communication costs; and `balanced_default_flags`,
-without the XLA flags of distflash_jax.xla_flags.
+Ulysses around cuDNN's kernel (`ulysses_cudnn`), and PyTorch's context_parallel (`torch_cp`, in processes of its own
+before the others); `balanced_without_messages`, which computes alike and leaves out what travels, so that the
+difference is what communication costs; and `balanced_default_flags`, without the XLA flags of distflash_jax.xla_flags.
+`zigzag` takes its tokens as if they lay in its order already.
 """
 
 import argparse
@@ -15,34 +15,31 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from benchmarks import strategies
 from benchmarks.cases import ATTENTION, Case
 from benchmarks.harness import RESULTS, Quantiles, quantiles, time_in_turns, write_rows
 from benchmarks.peers import one_line
-from distflash_jax import cost, distflash_attention, executor, which_implementation, xla_flags
-from distflash_jax.schedule import STRATEGIES
+from distflash_jax import cost, distflash_attention, executor, schedule, xla_flags
 
 MODES = ("forward", "forward_backward")
 DEFAULT_FLAGS = {
     "xla_gpu_collective_permute_mode": "COLLECTIVES_PRIVATE_MEMORY",
     "xla_gpu_experimental_parallel_collective_overlap_limit": "1",
 }
-PEERS = {
-    "ulysses": lambda mesh, kernel: strategies.ulysses(mesh, functools.partial(strategies.ours, kernel)),
-    "ulysses_cudnn": lambda mesh, kernel: strategies.ulysses(mesh, strategies.cudnn),
-    "all_gather": lambda mesh, kernel: strategies.all_gather(mesh, functools.partial(strategies.ours, kernel)),
-}
+STRATEGIES = tuple(name for name in schedule.STRATEGIES if name not in ("auto", "hybrid"))  # those over one axis
+ULYSSES_CUDNN = "ulysses_cudnn"
 VARIANTS = ("balanced_without_messages", "balanced_default_flags")
 TORCH = "torch_cp"
-NAMES = (*STRATEGIES, *VARIANTS, *PEERS, TORCH)
+NAMES = (*STRATEGIES, *VARIANTS, ULYSSES_CUDNN, TORCH)
 
 
 @contextlib.contextmanager
@@ -51,6 +48,20 @@ def without_messages(is_silent: bool) -> Iterator[None]:
     stay = mock.patch.object(executor, "_send", lambda arrays, permutation, axis: arrays)
     with stay if is_silent else contextlib.nullcontext():
         yield
+
+
+def ulysses(mesh: Mesh, attention: Callable[[Array, Array, Array], Array]) -> Callable[[Array, Array, Array], Array]:
+    """Attention of whole sequences around which heads are exchanged for tokens, whose number divides both. It has
+    gradients of its own: strategy="ulysses" is for kernels that have not.
+    """
+    exchange = functools.partial(lax.all_to_all, axis_name="seq", tiled=True)
+
+    def attend(*chunks: Array) -> Array:
+        whole = (exchange(x, split_axis=2, concat_axis=1) for x in chunks)
+        return exchange(attention(*whole), split_axis=1, concat_axis=2)
+
+    tokens = P(None, "seq")
+    return jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens, check_vma=False)
 
 
 def make_call(case: Case, num_workers: int, name: str, mode: str) -> tuple[jax.stages.Lowered, tuple[Array, ...]]:
@@ -63,11 +74,12 @@ def make_call(case: Case, num_workers: int, name: str, mode: str) -> tuple[jax.s
     )
     inputs = tuple(map(place, keys, shapes))[: 3 if mode == "forward" else 4]
     attention: Callable[..., Array]
-    if name in PEERS:
-        kernel = which_implementation(mesh=mesh, dtype=jnp.bfloat16, head_dim=case.H, scale=case.H**-0.5)
-        attention = PEERS[name](mesh, kernel.name)
+    if name == ULYSSES_CUDNN:
+        attention = ulysses(
+            mesh, functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        )
     else:
-        strategy = name if name in STRATEGIES else "balanced"
+        strategy: Any = name if name in STRATEGIES else "balanced"
         attention = functools.partial(distflash_attention, mesh=mesh, causal=case.is_causal, strategy=strategy)
     both = lambda q, k, v, dout: jax.vjp(attention, q, k, v)[1](dout)
     options = DEFAULT_FLAGS if name == "balanced_default_flags" else None

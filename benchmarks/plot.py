@@ -31,6 +31,7 @@ ATTENTION_STYLES = {
     "ring": {"color": "#56B4E9", "marker": "P"},
     "all_gather": {"color": "#009E73", "marker": "^", "label": "all-gather"},
     "ulysses": {"color": "#CC79A7", "marker": "D", "label": "Ulysses"},
+    "zigzag": {"color": "#F0E442", "marker": "*"},
     "ulysses_cudnn": {"color": "#0072B2", "marker": "s", "label": "Ulysses, cuDNN"},
     "torch_cp": {"color": "0.3", "marker": "x", "label": "PyTorch, cuDNN"},
 }

@@ -30,7 +30,7 @@ SILENT = "_without_messages"
 
 
 def predict(
-    machine: Machine, num_workers: int, tokens: int, kv_heads: int, mode: str, strategy: schedule.Strategy = "balanced"
+    machine: Machine, num_workers: int, tokens: int, kv_heads: int, mode: str, strategy: schedule.Table = "balanced"
 ) -> Timeline:
     """Causal attention of 32 heads of dim 128 over so many tokens on all workers."""
     table = schedule.choose(strategy, num_workers, kv_heads=kv_heads)
@@ -85,7 +85,7 @@ def validate(path: Path = RESULTS / "attention.csv") -> dict[Row, tuple[float, f
     measured = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            if row["workers"] != "1" and row["implementation"].removesuffix(SILENT) in schedule.STRATEGIES:
+            if row["workers"] != "1" and row["implementation"].removesuffix(SILENT) in schedule.TABLES:
                 key = Row(row["case"], row["implementation"], int(row["workers"]), row["mode"])
                 measured[key] = float(row["p50"])
     nvlink = MACHINES["h200-nvlink"]
@@ -93,7 +93,7 @@ def validate(path: Path = RESULTS / "attention.csv") -> dict[Row, tuple[float, f
     found = {}
     for row, seconds in measured.items():
         case, machine = ATTENTION[row.case], silent if row.implementation.endswith(SILENT) else nvlink
-        strategy = cast(schedule.Strategy, row.implementation.removesuffix(SILENT))
+        strategy = cast(schedule.Table, row.implementation.removesuffix(SILENT))
         found[row] = seconds, predict(machine, row.workers, case.T, case.K, row.mode, strategy).makespan
     return found
 

@@ -1,7 +1,7 @@
 """distflash_attention: exact attention over a sequence that is sharded along a mesh axis. Read this first.
 
-The path of a call: the checks and the custom_vjp here -> the table (schedule.py) -> fetch, compute, return, merge
-(executor.py) -> a block kernel (pallas_kernels).
+The path of a call: the checks and the custom_vjp here -> the plan of a strategy (strategies.py), most often a table
+(schedule.py) -> fetch, compute, return, merge (executor.py) -> a block kernel (pallas_kernels).
 """
 
 import functools
@@ -16,8 +16,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from distflash_jax import executor, placement, schedule
-from distflash_jax.executor import Plan, Segments
+from distflash_jax import placement, strategies
+from distflash_jax.executor import Segments
+from distflash_jax.placement import Axis
 from distflash_jax.remat import LSE_NAME, OUT_NAME
 from distflash_jax.schedule import STRATEGIES, Strategy
 from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Choice, choose
@@ -31,7 +32,7 @@ def distflash_attention(
     v: Float[Array, "B S K H"],
     *,
     mesh: Mesh | AbstractMesh | None = ...,
-    axis: str = ...,
+    axis: Axis = ...,
     spec: PartitionSpec | None = ...,
     causal: bool = ...,
     window: int | None = ...,
@@ -54,7 +55,7 @@ def distflash_attention(
     v: Float[Array, "B S K H"],
     *,
     mesh: Mesh | AbstractMesh | None = ...,
-    axis: str = ...,
+    axis: Axis = ...,
     spec: PartitionSpec | None = ...,
     causal: bool = ...,
     window: int | None = ...,
@@ -76,7 +77,7 @@ def distflash_attention(
     v: Float[Array, "B S K H"],
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    axis: str = "seq",
+    axis: Axis = "seq",
     spec: PartitionSpec | None = None,
     causal: bool = True,
     window: int | None = None,
@@ -101,7 +102,8 @@ def distflash_attention(
         q, k, v: float32, bfloat16 or float16, all of one dtype. N must be a multiple of K; query head n reads
             key/value head n // (N / K). S may differ from T where causal is False.
         mesh: defaults to that of q's explicit sharding, else to the ambient mesh (jax.set_mesh).
-        axis: the mesh axis that the sequence is sharded over.
+        axis: the mesh axis that the sequence is sharded over; or several, such as ("node", "gpu"), of which the first
+            varies slowest along the sequence.
         spec: how q, k, v and out lie on the mesh, such as P("data", "seq", "tensor"). Defaults to the explicit sharding
             of q, else to P(None, axis).
         causal: each token sees itself and those before it.
@@ -116,7 +118,11 @@ def distflash_attention(
         sinks: a score for each head that takes part in the softmax and has no value, as in gpt-oss.
         scale: defaults to 1 / sqrt(H).
         strategy: "balanced" keeps every worker busy; "balanced_unsplit" is the paper's own table, where half of an even
-            number of workers idle in the last step; "ring" is the unbalanced baseline.
+            number of workers idle in the last step; "ring" is the unbalanced baseline. "ulysses" exchanges heads for
+            tokens and pads heads that the workers do not divide; "all_gather" gathers keys and values; "hybrid", over
+            two axes, is Ulysses over the second and the balanced table over the first. "zigzag", causal only, takes
+            tokens in the order of distflash_jax.zigzag. "auto" is the one of those in natural order for which
+            explain_strategy predicts the least time, forward and backward; with a window, "balanced".
         implementation: the block kernel; None chooses, and which_implementation tells.
         deterministic: gradients repeat bit by bit on the Hopper kernels too, whose dq else varies in its last bits;
             their backward then makes seven matmuls instead of five.
@@ -144,6 +150,7 @@ def distflash_attention(
         softcap=softcap,
         kernel=IMPLEMENTATIONS[choice.name],
         deterministic=deterministic,
+        mesh=mesh,
     )
     if placement.is_inside_shard_map(axis):
         placement.check_chunks(q, k, v, axis, mesh, spec)
@@ -152,14 +159,15 @@ def distflash_attention(
         out, lse = _with_sinks(*attend(q, k, v, segments, num_keys=S * lax.axis_size(axis)), sinks)
         return (out, lse) if return_lse else out
     mesh = placement.find_mesh(mesh, axis, q)
-    _check_flags(mesh, mesh.shape[axis])
+    num_workers = placement.size(mesh, axis)
+    _check_flags(mesh, num_workers)
     spec = placement.find_spec(spec, mesh, axis, q)
     placement.check_divisible(q, k, mesh, spec)
     placed = [placement.place(name, x, mesh, spec) for name, x in (("q", q), ("k", k), ("v", v))]
-    q, k, v = (_pad_rows(x, mesh.shape[axis]) for x in placed)
-    segments = jax.tree.map(lambda x: _pad_rows(x, mesh.shape[axis]), segments)
+    q, k, v = (_pad_rows(x, num_workers) for x in placed)
+    segments = jax.tree.map(lambda x: _pad_rows(x, num_workers), segments)
     out, lse = jax.shard_map(
-        functools.partial(attend, num_keys=S),
+        functools.partial(attend, num_keys=S, mesh=mesh),
         mesh=mesh,
         in_specs=(spec, spec, spec, PartitionSpec(spec[0])),
         out_specs=(spec, PartitionSpec(*spec[:3])),
@@ -218,7 +226,7 @@ def _attend(
     v: Float[Array, "B S K H"],
     segments: Segments | None,
     *,
-    axis: str,
+    axis: Axis,
     num_keys: int,
     is_causal: bool,
     window: int | None,
@@ -227,35 +235,43 @@ def _attend(
     strategy: Strategy,
     kernel: BlockAttention,
     deterministic: bool,
+    mesh: Mesh | AbstractMesh | None,
 ) -> Partial:
     """(out, lse) of this worker's chunks; num_keys counts the keys of the whole sequence, without padding."""
-    num_workers, reach = lax.axis_size(axis), schedule.reach_of(window, k.shape[1])
-    table = schedule.choose(strategy, num_workers, kv_heads=k.shape[2], is_causal=is_causal, reach=reach)
+    if strategy == "auto":
+        strategy = "balanced" if window else strategies.choose(q, k, axis, mesh, is_causal=is_causal)
     q, k, v = placement.vary_alike(q, k, v)
-    plan = Plan(table, kernel, axis, num_keys, scale, window, softcap, deterministic)
+    plan = strategies.make_plan(
+        strategy,
+        num_heads=q.shape[2],
+        kv_heads=k.shape[2],
+        chunk=q.shape[1],
+        has_segments=segments is not None,
+        settings=strategies.Settings(kernel, axis, num_keys, scale, is_causal, window, softcap, deterministic),
+    )
     return _attention(plan, q, k, v, segments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: Plan, q: Array, k: Array, v: Array, segments: Segments | None) -> Partial:
-    return executor.forward(plan, q, k, v, segments)
+def _attention(plan: strategies.Plan, q: Array, k: Array, v: Array, segments: Segments | None) -> Partial:
+    return plan.forward(q, k, v, segments)
 
 
 def _attention_fwd(
-    plan: Plan, q: Array, k: Array, v: Array, segments: Segments | None
+    plan: strategies.Plan, q: Array, k: Array, v: Array, segments: Segments | None
 ) -> tuple[Partial, tuple[Any, ...]]:
-    out, lse = executor.forward(plan, q, k, v, segments)
+    out, lse = plan.forward(q, k, v, segments)
     # The named values must be both results and residuals: a policy that saves them then leaves no use of the forward.
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (out, lse), (q, k, v, segments, out, lse)
 
 
-def _attention_bwd(plan: Plan, residuals: tuple[Any, ...], cotangents: Partial) -> tuple[Array | None, ...]:
+def _attention_bwd(plan: strategies.Plan, residuals: tuple[Any, ...], cotangents: Partial) -> tuple[Array | None, ...]:
     q, k, v, segments, out, lse = residuals
     dout, dlse = cotangents
     # d lse / d scores = weights, so the whole gradient of lse is one subtraction here.
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
-    return *executor.backward(plan, q, k, v, dout, lse, delta, segments), None
+    return *plan.backward(q, k, v, dout, lse, delta, segments), None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -18,30 +18,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from distflash_jax.merge import merge
+from distflash_jax.placement import Axis
 from distflash_jax.schedule import MERGED_AT_ONCE, WHOLE, Part, Permutation, Schedule, Side, Step
-from pallas_kernels.block import BlockAttention, Box, Gradients, Operand
+from pallas_kernels.block import BlockAttention, Box, Gradients, Operand, Partial
 from pallas_kernels.masks import Mask
 
 Arrays = tuple[Array, ...]
 Combine = Callable[[Arrays | None, Arrays, Bool[Array, ""] | None], Arrays]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What does not change from call to call; hashable.
-
-    axis: the mesh axis of the workers. num_keys: keys of the whole sequence; chunks may be padded beyond it. window,
-    softcap: see distflash_attention.
-    """
-
-    schedule: Schedule
-    kernel: BlockAttention
-    axis: str
-    num_keys: int
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    deterministic: bool = False
 
 
 class Segments(NamedTuple):
@@ -52,6 +35,32 @@ class Segments(NamedTuple):
 
     q: Int[Array, "B PT"]
     kv: Int[Array, "B PS"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What does not change from call to call; hashable.
+
+    axis: the mesh axis of the workers, or several; () for one alone. num_keys: keys of the whole sequence; chunks may
+    be padded beyond it. window, softcap: see distflash_attention.
+    """
+
+    schedule: Schedule
+    kernel: BlockAttention
+    axis: Axis
+    num_keys: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    deterministic: bool = False
+
+    def forward(self, q: Array, k: Array, v: Array, segments: Segments | None = None) -> Partial:
+        return forward(self, q, k, v, segments)
+
+    def backward(
+        self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, segments: Segments | None = None
+    ) -> Gradients:
+        return backward(self, q, k, v, dout, lse, delta, segments)
 
 
 def forward(
@@ -206,7 +215,7 @@ def _fetch(plan: Plan, own: Arrays, side: Side) -> Arrays | None:
         return _send(tuple(_box(side.peer, own[0]).take(x) for x in own), side.fetch, plan.axis)
 
 
-def _send(arrays: Arrays, permutation: Permutation, axis: str) -> Arrays:
+def _send(arrays: Arrays, permutation: Permutation, axis: Axis) -> Arrays:
     return tuple(lax.ppermute(x, axis, permutation) for x in arrays)
 
 

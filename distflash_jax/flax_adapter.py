@@ -9,13 +9,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from distflash_jax.attention import distflash_attention
+from distflash_jax.placement import Axis
 from distflash_jax.schedule import Strategy
 
 
 def flax_attention(
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    axis: str = "seq",
+    axis: Axis = "seq",
     spec: PartitionSpec | None = None,
     causal: bool = True,
     scale: float | None = None,

@@ -18,7 +18,10 @@ import jax
 from distflash_jax import xla_flags
 from distflash_jax.trace import MessageTime, StepTime, find_scope, measure, place, read
 
-_OPERATION = re.compile(r"%(\S+) = .*? (collective-permute(?:-start|-done)?|custom-call|while)\((?:.*?%([^\s,)]+))?")
+_COLLECTIVE = r"(?:collective-permute|all-to-all|all-gather|reduce-scatter)(?:-start|-done)?"
+_OPERATION = re.compile(rf"%(\S+) = .*? ({_COLLECTIVE}|custom-call|while)\((?:.*?%([^\s,)]+))?")
+_FUSION = re.compile(r" fusion\(.*kind=kCustom, calls=%([^\s,]+)")
+_HEADER = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{$")
 
 
 class Operation(NamedTuple):
@@ -31,7 +34,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """A permute of a compiled program; start and done are places in the order, one and the same if synchronous."""
+    """A collective of a compiled program; start and done are places in the order, one and the same if synchronous."""
 
     name: str
     scope: str
@@ -45,26 +48,35 @@ class Message:
 
 
 def order(compiled_text: str) -> list[Operation]:
-    """The permutes of a compiled program and the kernels of distflash_attention, in the order in which they run.
+    """The collectives of a compiled program and the kernels of distflash_attention, in the order in which they run.
 
-    A kernel is a custom call or a loop in the scope `compute` of a step. Computations follow each other as in the text:
-    a message ends in the one in which it starts.
+    A kernel is a custom call or a loop in the scope `compute` of a step, or a fusion around one that spares it a copy.
+    Computations follow each other as in the text: a message ends in the one in which it starts.
     """
-    operations = []
+    operations, computation = [], ""
+    fused: dict[str, Operation | None] = dict.fromkeys(_FUSION.findall(compiled_text))
     for line in compiled_text.splitlines():
+        if header := _HEADER.match(line):
+            computation = header[1]
+        if (fusion := _FUSION.search(line)) and (kernel := fused[fusion[1]]):
+            operations.append(kernel)
         if not (found := _OPERATION.search(line)):
             continue
         name, opcode, operand = found.groups()
         path = re.search(r'op_name="([^"]*)"', line)
         scope = find_scope(path[1] if path else "")
-        if opcode == "collective-permute-start":
+        if opcode.endswith("-start"):
             operations.append(Operation("start", name, scope))
-        elif opcode == "collective-permute-done":
+        elif opcode.endswith("-done"):
             operations.append(Operation("done", operand, scope))
-        elif opcode == "collective-permute":
+        elif re.fullmatch(_COLLECTIVE, opcode):
             operations.append(Operation("synchronous", name, scope))
         elif scope.endswith("/compute"):
-            operations.append(Operation("kernel", name, scope))
+            kernel = Operation("kernel", name, scope)
+            if computation in fused:
+                fused[computation] = kernel
+            else:
+                operations.append(kernel)
     return operations
 
 

@@ -8,14 +8,27 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 AnyMesh = Mesh | AbstractMesh
+Axis = str | tuple[str, ...]  # of several, the first varies slowest along the sequence
 
 
-def is_inside_shard_map(axis: str) -> bool:
-    """Whether the caller runs inside a shard_map (or another manual region) over `axis`."""
-    return axis in jax.sharding.get_abstract_mesh().manual_axes
+def is_inside_shard_map(axis: Axis) -> bool:
+    """Whether the caller runs inside a shard_map (or another manual region) over `axis`.
+
+    Raises:
+        ValueError: it does so over some of several axes.
+    """
+    manual = [name for name in names(axis) if name in jax.sharding.get_abstract_mesh().manual_axes]
+    if manual and len(manual) < len(names(axis)):
+        raise ValueError(f"axis={axis!r}: all of them or none must be axes of the shard_map around, which has {manual}")
+    return bool(manual)
 
 
-def find_mesh(mesh: AnyMesh | None, axis: str, q: Array) -> AnyMesh:
+def size(mesh: AnyMesh, axis: Axis) -> int:
+    """Workers along the axis."""
+    return math.prod(mesh.shape[name] for name in names(axis))
+
+
+def find_mesh(mesh: AnyMesh | None, axis: Axis, q: Array) -> AnyMesh:
     """The mesh given, or that of q's explicit sharding, or the ambient one (jax.set_mesh).
 
     Raises:
@@ -26,14 +39,14 @@ def find_mesh(mesh: AnyMesh | None, axis: str, q: Array) -> AnyMesh:
     if found is None:
         raise ValueError(
             f"mesh=None: no mesh given and none set; pass mesh= or call jax.set_mesh with a mesh that has an axis "
-            f'"{axis}", such as jax.make_mesh((jax.device_count(),), ("{axis}",))'
+            f'"{names(axis)[0]}", such as jax.make_mesh((jax.device_count(),), ("{names(axis)[0]}",))'
         )
-    if axis not in found.axis_names:
+    if not set(names(axis)) <= set(found.axis_names):
         raise ValueError(f"axis={axis!r}: must be one of the mesh's axes {found.axis_names}")
     return found
 
 
-def find_spec(spec: PartitionSpec | None, mesh: AnyMesh, axis: str, q: Array) -> PartitionSpec:
+def find_spec(spec: PartitionSpec | None, mesh: AnyMesh, axis: Axis, q: Array) -> PartitionSpec:
     """The spec given, or the explicit sharding of q with its sequence over `axis`, else P(None, axis); of length 4.
 
     Raises:
@@ -46,14 +59,14 @@ def find_spec(spec: PartitionSpec | None, mesh: AnyMesh, axis: str, q: Array) ->
     if len(spec) > 4:
         raise ValueError(f"spec={spec}: must have at most the 4 entries of [B, T, N, H]")
     spec = PartitionSpec(*spec, *(None,) * (4 - len(spec)))
-    unknown = [name for entry in spec for name in _names(entry) if name not in types]
+    unknown = [name for entry in spec for name in names(entry) if name not in types]
     if unknown:
         raise ValueError(f"spec={spec}: {unknown[0]!r} must be one of the mesh's axes {mesh.axis_names}")
-    if _names(spec[1]) != (axis,):
+    if names(spec[1]) != names(axis):
         raise ValueError(
             f"spec={spec}: the sequence (entry 1) must be sharded over axis={axis!r} alone, got {spec[1]!r}"
         )
-    if _names(spec[3]):
+    if names(spec[3]):
         raise ValueError(f"spec={spec}: the head dim (entry 3) must not be sharded, got {spec[3]!r}")
     return spec
 
@@ -65,8 +78,8 @@ def place(name: str, x: Array, mesh: AnyMesh, spec: PartitionSpec) -> Array:
         ValueError: x is explicitly sharded in another way.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    wanted = [tuple(n for n in _names(entry) if types[n] == AxisType.Explicit) for entry in spec]
-    known = [_names(entry) for entry in jax.typeof(x).sharding.spec]
+    wanted = [tuple(n for n in names(entry) if types[n] == AxisType.Explicit) for entry in spec]
+    known = [names(entry) for entry in jax.typeof(x).sharding.spec]
     if any(have and have != want for have, want in zip(known, wanted, strict=True)):
         raise ValueError(f"{name}: is sharded {jax.typeof(x).sharding.spec}, must be {spec} (jax.reshard moves it)")
     return x if known == wanted else jax.reshard(x, NamedSharding(mesh, PartitionSpec(*(w or None for w in wanted))))
@@ -77,14 +90,14 @@ def check_divisible(q: Array, k: Array, mesh: AnyMesh, spec: PartitionSpec) -> N
 
     Over an Explicit axis the sequence must divide too: its padding could not be cut off again.
     """
-    shards = [math.prod(mesh.shape[name] for name in _names(entry)) for entry in spec]
+    shards = [math.prod(mesh.shape[name] for name in names(entry)) for entry in spec]
     for name, size, entry, count in (
         ("q: batch size", q.shape[0], spec[0], shards[0]),
         ("q: number of heads", q.shape[2], spec[2], shards[2]),
         ("k, v: number of heads", k.shape[2], spec[2], shards[2]),
     ):
         if size % count:
-            raise ValueError(f"{name} {size} must be a multiple of the size {count} of mesh axes {_names(entry)}")
+            raise ValueError(f"{name} {size} must be a multiple of the size {count} of mesh axes {names(entry)}")
     for name, length in (("q", q.shape[1]), ("k, v", k.shape[1])):
         if length < shards[1]:
             raise ValueError(
@@ -97,15 +110,15 @@ def check_divisible(q: Array, k: Array, mesh: AnyMesh, spec: PartitionSpec) -> N
             )
 
 
-def check_chunks(q: Array, k: Array, v: Array, axis: str, mesh: AnyMesh | None, spec: PartitionSpec | None) -> None:
+def check_chunks(q: Array, k: Array, v: Array, axis: Axis, mesh: AnyMesh | None, spec: PartitionSpec | None) -> None:
     """Raises ValueError for what cannot be right inside a shard_map over `axis`."""
     for name, value in (("mesh", mesh), ("spec", spec)):
         if value is not None:
             raise ValueError(f"{name}={value}: must be None inside a shard_map that already holds axis {axis!r}")
-    if axis not in varying_axes(lax.axis_index(axis)):
+    if not set(names(axis)) <= varying_axes(lax.axis_index(axis)):
         return  # check_vma=False: types do not say what is replicated
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if axis not in varying_axes(x):
+        if not set(names(axis)) <= varying_axes(x):
             raise ValueError(
                 f"{name} is replicated over mesh axis {axis!r}: its sequence must be sharded over it (in_specs)"
             )
@@ -127,7 +140,8 @@ def varying_axes(x: Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def names(entry: Axis | None) -> tuple[str, ...]:
+    """Those of the mesh axes in an entry of a PartitionSpec."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)

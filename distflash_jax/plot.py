@@ -153,7 +153,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--window", type=int, help="tokens that a token sees, itself included")
-    parser.add_argument("--strategy", choices=schedule.STRATEGIES, default="balanced")
+    parser.add_argument("--strategy", choices=schedule.TABLES, default="balanced")
     parser.add_argument("--machine", choices=MACHINES, default="h200-nvlink")
     parser.add_argument("--direction", choices=DIRECTIONS, default="forward")
     parser.add_argument("--out", type=Path, help="NAME.png or NAME.json")

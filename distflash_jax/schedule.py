@@ -14,13 +14,16 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 MERGED_AT_ONCE = 2  # steps; more would need more memory for what waits to be merged, fewer more passes over it
 
 Cut = Literal["heads", "rows"]
-Strategy = Literal["balanced", "balanced_unsplit", "ring"]
-STRATEGIES: tuple[Strategy, ...] = ("balanced", "balanced_unsplit", "ring")
+Table = Literal["balanced", "balanced_unsplit", "ring"]
+Collective = Literal["ulysses", "all_gather", "hybrid", "zigzag"]  # see collectives.py and zigzag.py
+Strategy = Literal["auto", Table, Collective]
+TABLES: tuple[Table, ...] = get_args(Table)
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 Permutation = tuple[tuple[int, int], ...]  # (source worker, destination worker)
 
 
@@ -288,10 +291,56 @@ def within(schedule: Schedule, reach: int | None) -> Schedule:
 
 
 def choose(
-    strategy: Strategy, num_workers: int, *, kv_heads: int, is_causal: bool = True, reach: int | None = None
+    strategy: Table, num_workers: int, *, kv_heads: int, is_causal: bool = True, reach: int | None = None
 ) -> Schedule:
     """The table of a strategy; a shared pair is cut along heads, or along rows where heads cannot be halved."""
     if strategy == "ring":
         return within(ring(num_workers, is_causal=is_causal), reach)
     cut = "heads" if kv_heads % 2 == 0 else "rows"
     return within(balanced(num_workers, is_causal=is_causal, cut=cut if strategy == "balanced" else None), reach)
+
+
+def zigzag_owner(chunk: int, num_workers: int) -> int:
+    """The worker of one of 2P chunks in zigzag order, in which worker w has chunks w and 2P-1-w."""
+    return min(chunk, 2 * num_workers - 1 - chunk)
+
+
+def deal(num_workers: int) -> tuple[Permutation, Permutation]:
+    """Messages by which first and second halves of chunks in natural order get into zigzag order.
+
+    Half i is that of worker i // 2. A worker receives one half of each: chunk w, and chunk 2P-1-w.
+    """
+    halves = [(i // 2, zigzag_owner(i, num_workers)) for i in range(2 * num_workers)]
+    return tuple(halves[::2]), tuple(halves[1::2])
+
+
+class HeadSplit(NamedTuple):
+    """How N query heads and K key/value heads are dealt to workers, each of which has whole sequences of its heads.
+
+    Each key/value head goes to `copies` places, with `group` of its query heads each. A worker has `kv_heads` places.
+    Padding are copies * group - N / K query heads behind each group, and the places behind those of the last head.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    num_workers: int
+    group: int
+
+    @property
+    def copies(self) -> int:
+        return -(-self.num_heads // self.num_kv_heads // self.group)
+
+    @property
+    def kv_heads(self) -> int:
+        return -(-self.num_kv_heads * self.copies // self.num_workers)
+
+    @property
+    def q_heads(self) -> int:
+        return self.kv_heads * self.group
+
+
+def split_heads(num_heads: int, num_kv_heads: int, num_workers: int) -> HeadSplit:
+    """The split in which a worker computes the fewest heads; of those, the one in which the fewest keys travel."""
+    groups = range(1, num_heads // num_kv_heads + 1)
+    splits = [HeadSplit(num_heads, num_kv_heads, num_workers, group) for group in groups]
+    return min(splits, key=lambda split: (split.q_heads, split.kv_heads))

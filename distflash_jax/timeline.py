@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from distflash_jax.cost import Cost, Direction, Machine, Message, Shape
-from distflash_jax.schedule import Permutation, Schedule, ring
+from distflash_jax.cost import Amount, Cost, Direction, Machine, Message, Shape, Spread, flops
+from distflash_jax.schedule import TABLES, Permutation, Schedule, ring
 
 Kind = Literal["compute", "merge", "fetch", "return"]
 KINDS: tuple[Kind, ...] = ("compute", "merge", "fetch", "return")
@@ -153,3 +153,63 @@ class _Run:
             exposed = max(event.stop - max(self.ready[event.worker], possible), 0.0)
             self.ready[event.worker] = max(self.ready[event.worker], event.stop)
             self.events.append(event._replace(exposed=exposed))
+
+
+def predict(
+    spread: Spread, machine: Machine, directions: Sequence[Direction] = ("forward",), inner: Machine | None = None
+) -> float:
+    """Seconds of an attention call by any strategy; inner: the machine whose links join the inner workers of hybrid.
+
+    Collectives of strategies that are no table travel behind nothing, and a step of zigzag takes as long as the longer
+    of its kernels and its messages.
+
+    Raises:
+        ValueError: the machine has no rates for this head dim.
+    """
+    if spread.strategy in TABLES:
+        return simulate(spread.table.schedule, spread.shape, machine, directions).makespan
+    if spread.strategy in ("ulysses", "hybrid"):
+        link = (inner or machine) if spread.strategy == "hybrid" else machine
+        table = simulate(spread.table.schedule, spread.table.shape, machine, directions).makespan
+        others = spread.workers[-1] - 1
+        # Heads and tokens change places in memory before and behind each exchange: both read and written.
+        copied = 4 * (others + 1) / others if others else 0.0
+        exchanges = [amount for direction in directions for amount in spread.exchanges(direction)]
+        starts = machine.start * len(directions) * (spread.strategy == "ulysses" and others > 0)
+        return starts + table + sum(_exchange(amount, link, copied) for amount in exchanges)
+    run = _zigzag if spread.strategy == "zigzag" else _all_gather
+    return sum(run(spread, machine, direction) for direction in directions)
+
+
+def _exchange(amount: Amount, machine: Machine, copied: float) -> float:
+    """Seconds of collectives, of whose bytes so many times as many go through memory."""
+    if not amount.size:
+        return 0.0
+    return machine.latency + float(amount.size) / machine.link + copied * float(amount.size) / machine.memory
+
+
+def _all_gather(spread: Spread, machine: Machine, direction: Direction) -> float:
+    shape, T = spread.shape, spread.rows * spread.num_workers
+    kernel = machine.forward if direction == "forward" else machine.backward
+    rate = kernel.causal if spread.is_causal else kernel.full
+    num_scores = shape.B * (T * (T + 1) // 2 if spread.is_causal else T * T) / spread.num_workers
+    seconds = flops(direction, shape.N, shape.H, 1) * num_scores / rate.at(spread.rows)
+    if spread.num_workers == 1:
+        return seconds
+    if direction == "backward":  # dk and dv of two halves of queries are added
+        seconds += (3 if spread.is_causal else 1) * 2 * 4 * shape.B * T * shape.K * shape.H / machine.memory
+    return machine.start + seconds + sum(_exchange(amount, machine, 1.0) for amount in spread.exchanges(direction))
+
+
+def _zigzag(spread: Spread, machine: Machine, direction: Direction) -> float:
+    shape, rows, P = spread.shape, spread.rows, spread.num_workers
+    kernel = machine.forward if direction == "forward" else machine.backward
+    of_score = flops(direction, shape.N, shape.H, shape.B)
+    own = of_score * (rows * (rows + 1) // 2) / kernel.causal.at(rows)
+    if P == 1:
+        return own
+    step = of_score * (rows * rows // 2) / kernel.full.at(rows // 2)
+    messages = [_exchange(amount, machine, 0.0) / (P - 1) for amount in spread.exchanges(direction)]
+    # Two of the halves of the results are combined in a step, and a third one again: each read twice and written once.
+    merged = 3 * 3 * (rows // 2) * shape.B * shape.N * shape.H * 4 / machine.memory
+    return machine.start + max(own, messages[0]) + (P - 1) * (max(step, *messages) + merged) + messages[1]

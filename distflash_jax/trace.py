@@ -24,6 +24,9 @@ def find_scope(path: str) -> str:
     return found[0] if found else ""
 
 
+_COLLECTIVES = ("/ppermute", "/all_to_all", "/all_gather", "/reduce_scatter")
+
+
 class Activity(NamedTuple):
     """What a stream of a GPU did, from start to stop in microseconds.
 
@@ -48,7 +51,7 @@ class Activity(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        return self.path.endswith("/ppermute") and self.scope != ""
+        return self.path.endswith(_COLLECTIVES) and self.scope != ""
 
     @property
     def is_fill(self) -> bool:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from benchmarks import assemble, cases, far, harness, kernel, peers, plot, strategies, tune
+from benchmarks import assemble, cases, far, harness, kernel, peers, plot, tune
+from benchmarks.attention import ulysses
 from benchmarks.cases import KERNEL, KERNEL_DEFAULT, Case, select
 from benchmarks.kernel import Key
 from pallas_kernels import BlockAttention, block_sizes, xla
@@ -332,24 +333,14 @@ def test_there_is_one_module_to_assemble_for_each_entry(direction):
     assert module.startswith(b"ML")  # MLIR's bytecode
 
 
-def dealt(x, num_workers):
-    """The chunks of x in the order in which `all_gather` has them: w and 2P-1-w on worker w."""
-    chunks = jnp.split(x, 2 * num_workers, axis=1)
-    places = [chunk for worker in range(num_workers) for chunk in (worker, 2 * num_workers - 1 - worker)]
-    return jnp.concatenate([chunks[place] for place in places], axis=1)
-
-
-@pytest.mark.parametrize("name", ["ulysses", "all_gather"])
-def test_what_ours_is_compared_with_computes_the_same(name):
+def test_ulysses_around_the_kernel_of_others_computes_the_same():
     mesh = jax.make_mesh((4,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [jax.random.normal(key, (1, 128, heads, 16)) for key, heads in zip(keys, (8, 4, 4, 8), strict=True)]
-    attention = getattr(strategies, name)(mesh, functools.partial(strategies.ours, "xla"))
+    whole = functools.partial(jax.nn.dot_product_attention, is_causal=True)
     both = lambda attention, q, k, v, dout: jax.vjp(attention, q, k, v)[1](dout)
-    expected = both(functools.partial(jax.nn.dot_product_attention, is_causal=True), *arrays)
-    if name == "all_gather":
-        arrays, expected = ([dealt(x, 4) for x in group] for group in (arrays, expected))
-    for gradient, wanted in zip(jax.jit(functools.partial(both, attention))(*arrays), expected, strict=True):
+    gradients = jax.jit(functools.partial(both, ulysses(mesh, whole)))(*arrays)
+    for gradient, wanted in zip(gradients, both(whole, *arrays), strict=True):
         np.testing.assert_allclose(gradient, wanted, atol=1e-5)
 
 

@@ -73,6 +73,14 @@ def test_documents_and_a_window_and_a_softcap_and_a_ring_equal_dense():
     assert_equals_dense(Case(T=43, B=1), attention, ids=ids, **options)
 
 
+@pytest.mark.parametrize("strategy, num_workers", [("ulysses", 3), ("all_gather", 4)])
+def test_masks_with_strategies_that_are_no_table_equal_dense(strategy, num_workers):
+    ids = documents(43, 9, 25, 8)[None]
+    options = {"window": 11, "softcap": 1.5}
+    attention = attend(num_workers, strategy=strategy, segment_ids=ids, **options)
+    assert_equals_dense(Case(T=43, B=1), attention, ids=ids, **options)
+
+
 def test_documents_of_queries_and_of_keys_of_other_lengths_equal_dense():
     ids, kv_ids = documents(40, 10, 17, 13)[None], documents(29, 3, 20, 6)[None]
     case = Case(T=40, S=29, B=1, is_causal=False)
@@ -113,7 +121,7 @@ def test_any_masks_lengths_and_heads_on_any_workers_equal_dense(data):
     draw = lambda *choices: data.draw(st.sampled_from(choices))
     num_workers, T, kv_heads = draw(*range(1, 9)), data.draw(st.integers(8, 70)), draw(1, 2, 3)
     case = Case(T=T, N=kv_heads * draw(1, 2), K=kv_heads, B=draw(1, 2), is_causal=draw(True, True, False), H=8)
-    strategy = draw("balanced", "balanced", "balanced_unsplit", "ring")
+    strategy = draw("balanced", "balanced", "balanced_unsplit", "ring", "ulysses", "all_gather")
     window = draw(None, 1, 5, 20, 64) if case.is_causal else None
     softcap = draw(None, None, 3.0)
     ids = None
@@ -147,6 +155,7 @@ def test_what_lies_beyond_a_window_is_not_sent():
     [
         ({"window": 0}, "window=0: must be at least 1, the token itself, or None"),
         ({"window": 3, "causal": False}, "window=3: needs causal=True"),
+        ({"softcap": 2.0, "strategy": "zigzag"}, "softcap: must be left out with strategy='zigzag'"),
         ({"softcap": -1.0}, "softcap=-1.0: must be positive or None"),
         (
             {"segment_ids": jnp.zeros((2, 12))},

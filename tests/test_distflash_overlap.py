@@ -49,6 +49,30 @@ def test_with_xlas_own_flags_some_are_synchronous_or_end_before_a_kernel():
     assert waited_for == [f"collective-permute-start.{n}" for n in (2, 1, 9)]
 
 
+@pytest.mark.parametrize("kind", ["all-to-all", "all-gather", "reduce-scatter"])
+def test_collectives_of_other_strategies_are_messages(kind):
+    scope = 'metadata={op_name="jit(f)/forward_step_0/fetch/x"}'
+    lines = [f"  %a = f32[4] {kind}-start(%x), {scope}", f"  %b = f32[4] {kind}-done(%a), {scope}"]
+    found = overlap.messages(overlap.order("\n".join([*lines, f"  %c = f32[4] {kind}(%b), {scope}"])))
+    assert [(x.name, x.is_synchronous, x.is_hidden) for x in found] == [("a", False, False), ("c", True, False)]
+
+
+def test_a_kernel_that_a_fusion_gives_a_slice_runs_where_the_fusion_does():
+    scope = 'metadata={op_name="jit(f)/forward_step_1/compute/x"}'
+    text = f"""
+%dynamic-slice-fusion (p0: bf16[8]) -> f32[4] {{
+  ROOT %kernel.1 = f32[4] custom-call(%slice.1), custom_call_target="mosaic_gpu_v2", {scope}
+}}
+
+ENTRY %main (x: bf16[8]) -> f32[4] {{
+  %a = bf16[8] collective-permute-start(%x)
+  %b = f32[4] fusion(%x), kind=kCustom, calls=%dynamic-slice-fusion, metadata={{}}
+  %c = bf16[8] collective-permute-done(%a)
+}}"""
+    operations = overlap.order(text)
+    assert [x.kind for x in operations] == ["start", "kernel", "done"] and overlap.messages(operations)[0].is_hidden
+
+
 def test_a_loop_in_the_scope_of_a_kernel_is_one():
     loop_of_kernel, of_layers = ("compute/while", "while")
     for path, kinds in ((f"forward_step_0/{loop_of_kernel}", ["kernel"]), (of_layers, [])):

@@ -29,13 +29,13 @@ def messages(schedule: Schedule) -> tuple[int, int]:
     )  # q + out, lse; k, v | q, dout, lse, delta + dq; k, v + dk, dv
 
 
-def network(num_workers: int, wrap):
+def network(num_workers: int, wrap, **options):
     """Loss of L scanned attention layers, as a function of their weights and the input."""
-    mesh = make_mesh(seq=num_workers)
+    options = {"mesh": make_mesh(seq=num_workers)} | options
 
     def layer(x, weights):
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights[:3])
-        return x + jnp.einsum("btnh,nhd->btd", jnp.sin(distflash_attention(q, k, v, mesh=mesh)), weights[3]), None
+        return x + jnp.einsum("btnh,nhd->btd", jnp.sin(distflash_attention(q, k, v, **options)), weights[3]), None
 
     return lambda weights, x: jnp.sum(jax.lax.scan(wrap(layer), x, weights)[0] ** 2)
 
@@ -47,8 +47,8 @@ def arguments(T=16, kv_heads=K):
     return weights, jax.random.normal(keys[4], (1, T, D))
 
 
-def gradient_jaxpr(num_workers, wrap):
-    return jax.make_jaxpr(jax.grad(network(num_workers, wrap)))(*arguments())
+def gradient_jaxpr(num_workers, wrap, **options):
+    return jax.make_jaxpr(jax.grad(network(num_workers, wrap, **options)))(*arguments())
 
 
 COMBINED = ("save_and_dots", "offload_and_dots")

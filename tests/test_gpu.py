@@ -13,6 +13,7 @@ from oracle import Case
 from test_distflash_attention import assert_matches, attend
 from test_distflash_masks import assert_equals_dense, documents
 from test_distflash_remat import WITH_POLICY, arguments, network
+from test_distflash_strategies import spread
 from test_kernels import skip_unless_it_runs
 
 from distflash_jax import overlap, trace, xla_flags
@@ -37,6 +38,12 @@ def test_masks_equal_dense(num_workers, options):
     ids = None if "sinks" in options else documents(1501, 300, 7, 1000, 150)[None]
     attention = attend(num_workers, segment_ids=ids, **options)
     assert_equals_dense(case, attention, ids=ids, error=2e-2, **options)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("strategy", ["ulysses", "all_gather", "zigzag"])
+def test_strategies_that_are_no_table_equal_dense(strategy):
+    assert_matches(Case(B=1, T=1501, N=6, K=3, H=64, dtype="bfloat16"), spread(strategy, 2))
 
 
 @pytest.mark.gpu(2)

@@ -128,6 +128,7 @@ def test_tensorboard_has_the_settings_and_the_schedule_as_text_and_picture(tmp_p
     assert b'"lr": 0.25' in texts[0]
     assert b"ring, 2 workers, 8192 tokens" in texts[1]
     assert b"    step 0  q0.k0" in texts[1]
+    assert loop._timeline(parse([*SMALL, "--strategy", "ulysses"])) is None, "no table to draw"
     assert events.Images("schedule")[0].encoded_image_string.startswith(b"\x89PNG")
 
 

@@ -24,7 +24,7 @@ from train import flags
 from train.flags import InputError, MeshShape, Source, StepRange, perhaps, perhaps_beside
 
 Remat = Literal["attention", "offload", "offload-all", "layer", "none"]
-Strategy = Literal["balanced", "balanced_unsplit", "ring"]
+Strategy = Literal["auto", "balanced", "balanced_unsplit", "ring", "ulysses", "all_gather"]
 Platform = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 Tracker = Literal["wandb", "trackio"]
@@ -87,7 +87,7 @@ class Config:
     """What the backward keeps of a layer: its input and attention outputs (on the device; or these offloaded
     to the host, or with offload-all both), its input alone (layer), or everything (none)."""
     strategy: Annotated[Strategy, flags.choice(*get_args(Strategy))] = "balanced"
-    """Schedule of the attention over the seq axis."""
+    """How attention is spread over the seq axis; auto takes what is predicted to be the fastest."""
     data: tyro.conf.UseAppendAction[tuple[Annotated[Source, flags.parsed(Source.parse, "PATH[:WEIGHT]")], ...]] = ()
     """Text, .jsonl or .parquet file, folder of them, or tokens as .npy or .bin (little-endian uint16); with
     several, samples are drawn in proportion to the weights. Lines and rows hold a text, or messages, or prompt

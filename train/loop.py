@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from distflash_jax import overlap, schedule, which_implementation, xla_flags
+from distflash_jax import explain_strategy, overlap, schedule, which_implementation, xla_flags
 from distflash_jax.cost import MACHINES, Shape
 from distflash_jax.timeline import Timeline, simulate
 from models import huggingface
@@ -30,7 +30,7 @@ from train.mesh import describe, make_mesh, peak_memory
 from train.plan import dry_run, explain_exhaustion, ideal_seconds
 from train.program import build_program
 from train.report import Clock, Report, say
-from train.sharding import bytes_per_device
+from train.sharding import HEADS, bytes_per_device
 from train.sinks import Sink, TensorBoard, Tracker
 from train.step import Params, Program, TrainState
 
@@ -201,10 +201,12 @@ def _make_sinks(config: Config, run_dir: Path, *, first_step: int) -> list[Sink]
     return [tensorboard, *trackers]
 
 
-def _timeline(config: Config) -> Timeline:
+def _timeline(config: Config) -> Timeline | None:
     """When the attention of a device's rows and heads would run on H200s, whose rates hold for what is drawn: a head
-    dim of 128, and chunks of 4096 tokens or more.
+    dim of 128, and chunks of 4096 tokens or more. None if the strategy is not a table.
     """
+    if config.strategy not in schedule.TABLES:
+        return None
     machine, mesh, model = MACHINES["h200-nvlink"], config.mesh, config.llama
     heads, kv_heads = (n // mesh.tensor for n in (model.num_attention_heads, model.num_key_value_heads))
     rows = config.batch_size // (mesh.data * config.accumulate)
@@ -225,7 +227,7 @@ def _introduce(config: Config, mesh: Mesh, opened: data.Data, evaluation: Evalua
     say(f"model     {name}, {model.num_parameters:,} parameters, {config.dtype} activations")
     head_dim = model.head_dim
     kernel = which_implementation(mesh=mesh, dtype=jnp.dtype(config.dtype), head_dim=head_dim, scale=head_dim**-0.5)
-    say(f"attention {config.strategy}, remat {config.remat}")
+    say(f"attention {_strategy(config, mesh)}, remat {config.remat}")
     say(f"kernel    {kernel.name}: {kernel.reason}")
     total = sum(share.weight for share in opened.training)
     for share in opened.training:
@@ -238,6 +240,18 @@ def _introduce(config: Config, mesh: Mesh, opened: data.Data, evaluation: Evalua
         sources = ", ".join(share.tokens.source for share in opened.held_out)
         say(f"evaluates {evaluation.num_rows:,} rows of {sources}")
     say(f"run-dir   {run_dir}")
+
+
+def _strategy(config: Config, mesh: Mesh) -> str:
+    """Its name, and what auto takes."""
+    if config.strategy != "auto":
+        return config.strategy
+    model, rows = config.llama, config.batch_size // config.accumulate
+    q, k = (
+        jax.ShapeDtypeStruct((rows, config.seq_len, heads, model.head_dim), jnp.dtype(config.dtype))
+        for heads in (model.num_attention_heads, model.num_key_value_heads)
+    )
+    return f"auto: {explain_strategy(q, k, mesh=mesh, spec=HEADS).chosen}"
 
 
 @contextlib.contextmanager

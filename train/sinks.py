@@ -39,9 +39,11 @@ class TensorBoard:
     def text(self, step: int, name: str, text: str) -> None:
         self._writer.add_text(name, _as_code(text), step)
 
-    def describe(self, settings: dict[str, Any], timeline: Timeline) -> None:
-        """Adds the configuration and the attention's schedule as texts; its picture where matplotlib is installed."""
+    def describe(self, settings: dict[str, Any], timeline: Timeline | None) -> None:
+        """Adds the configuration as text, and the table of attention, if any, with a picture if matplotlib is there."""
         self._writer.add_text("config", _as_code(json.dumps(settings, indent=2)))
+        if timeline is None:
+            return
         self._writer.add_text("schedule", _as_code(f"{timeline.schedule}\n\n{plot.text(timeline)}"))
         if importlib.util.find_spec("matplotlib"):
             self._writer.add_figure("schedule", plot.figure(timeline))
