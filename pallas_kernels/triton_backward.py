@@ -51,30 +51,32 @@ def keys_backward(
     key_id = segments(k_ids, batch, tile * BLOCK_KEYS, S, BLOCK_KEYS, HAS_SEGMENTS)[:, None]
     dk_sum = tl.zeros([BLOCK_KEYS, BLOCK_H], tl.float32)
     dv_sum = tl.zeros([BLOCK_KEYS, BLOCK_H], tl.float32)
-    for g in tl.range(0, G, num_stages=1):
-        head = kv_head * G + g
-        place = find(numbers + 3, batch, head, H)
-        first = (batch.to(tl.int64) * N + head) * T
-        q_base, dout_base = choose(own_q, peer_q, place), choose(own_dout, peer_dout, place)
-        # One loop, in which all tiles are compared: several keep more in registers than there are.
-        for i in tl.range(start, stop):
-            row = i * BLOCK_ROWS
-            q = load(q_base, place, row, BLOCK_ROWS, H, BLOCK_H, True)
-            dout = load(dout_base, place, row, BLOCK_ROWS, H, BLOCK_H, True)
-            rows = span(i, BLOCK_ROWS)
-            lse_tile = tl.load(lse + first + rows, mask=rows < T, other=float("inf"))[None, :]
-            delta_tile = tl.load(delta + first + rows, mask=rows < T, other=0.0)[None, :]
-            own, row_stop = limits(numbers, row, BLOCK_ROWS, IS_CAUSAL)
-            own_id = segments(q_ids, batch, row, T, BLOCK_ROWS, HAS_SEGMENTS)
-            mask = own[None, :], row_stop[None, :], own_id[None, :]
-            # Scores lie as [keys, rows].
-            scores, slope = bounded(tl.dot(k, tl.trans(q), input_precision="ieee"), SCALE, SOFTCAP)
-            p = tl.exp2(scores * factor(SCALE, SOFTCAP) - lse_tile)
-            p = tl.where(visible(mask, key, key_id, WINDOW, HAS_SEGMENTS), p, 0.0)
-            dv_sum = tl.dot(p.to(dout.dtype), dout, dv_sum, input_precision="ieee")
-            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
-            ds = p * (dp - delta_tile) * slope
-            dk_sum = tl.dot(ds.to(q.dtype), q, dk_sum, input_precision="ieee")
+    place = find(numbers + 3, batch, kv_head * G, H)
+    q_base, dout_base = choose(own_q, peer_q, place), choose(own_dout, peer_dout, place)
+    first = (batch.to(tl.int64) * N + kv_head * G) * T
+    # One loop over the heads and their tiles, in which all tiles are compared with the mask: a loop in another, or one
+    # after another, need more registers than there are.
+    num_tiles = stop - start
+    for step in tl.range(0, G * num_tiles):
+        g = step // num_tiles
+        row = (start + step % num_tiles) * BLOCK_ROWS
+        q = load(q_base + g * H, place, row, BLOCK_ROWS, H, BLOCK_H, True)
+        dout = load(dout_base + g * H, place, row, BLOCK_ROWS, H, BLOCK_H, True)
+        rows = row + tl.arange(0, BLOCK_ROWS)
+        stats = first + g * T + rows
+        lse_tile = tl.load(lse + stats, mask=rows < T, other=float("inf"))[None, :]
+        delta_tile = tl.load(delta + stats, mask=rows < T, other=0.0)[None, :]
+        own, row_stop = limits(numbers, row, BLOCK_ROWS, IS_CAUSAL)
+        own_id = segments(q_ids, batch, row, T, BLOCK_ROWS, HAS_SEGMENTS)
+        mask = own[None, :], row_stop[None, :], own_id[None, :]
+        # Scores lie as [keys, rows].
+        scores, slope = bounded(tl.dot(k, tl.trans(q), input_precision="ieee"), SCALE, SOFTCAP)
+        p = tl.exp2(scores * factor(SCALE, SOFTCAP) - lse_tile)
+        p = tl.where(visible(mask, key, key_id, WINDOW, HAS_SEGMENTS), p, 0.0)
+        dv_sum = tl.dot(p.to(dout.dtype), dout, dv_sum, input_precision="ieee")
+        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        ds = p * (dp - delta_tile) * slope
+        dk_sum = tl.dot(ds.to(q.dtype), q, dk_sum, input_precision="ieee")
     store(dk, dk_sum * SCALE, batch, kv_head, tile * BLOCK_KEYS, S, K, BLOCK_KEYS, H, BLOCK_H)
     store(dv, dv_sum, batch, kv_head, tile * BLOCK_KEYS, S, K, BLOCK_KEYS, H, BLOCK_H)
 

@@ -109,10 +109,10 @@ def test_three_kernels_are_compiled_whatever_the_table(triton_is_chosen, monkeyp
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("direction", triton_blocks.DIRECTIONS)
 def test_as_many_programs_run_as_there_are_tiles(direction, kind):
-    """Of 4096 rows, 4 heads."""
+    """Of 4096 rows and keys, 4 heads and 2."""
     launch = assemble_triton.find_launch(direction, 96, "bfloat16", kind, 89)
-    size = launch.blocks.keys if direction == "keys_backward" else launch.blocks.rows
-    assert launch.programs == 4 * 4096 // size
+    heads, size = (2, launch.blocks.keys) if direction == "keys_backward" else (4, launch.blocks.rows)
+    assert launch.programs == heads * 4096 // size
     assert launch.constants["BLOCK_H"] == 128 and launch.blocks == triton_blocks.TABLE[direction, 128, 16, 86]
 
 
