@@ -27,7 +27,7 @@ from benchmarks.tune import make_case
 from pallas_kernels import BlockAttention, triton_attention
 from pallas_kernels.block_sizes import KINDS
 from pallas_kernels.triton_attention import Launch
-from pallas_kernels.triton_blocks import DIRECTIONS, HEAD_DIMS, SHARED_MEMORY
+from pallas_kernels.triton_blocks import DIRECTIONS, HEAD_DIMS, KINDS_OF_GPU, SHARED_MEMORY
 
 SPILLS = 16  # bytes of a thread that are no matter
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32"}
@@ -77,7 +77,13 @@ def assemble(launch: Launch) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(compiled.asm["ptx"])
-        assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        assembler = (
+            Path(triton.__file__).parent
+            / "backends"
+            / "nvidia"
+            / "bin"
+            / f"ptxas{'-blackwell' * (architecture >= 100)}"
+        )
         name = f"sm_{architecture}{'a' * (architecture >= 90)}"
         command = [assembler, "-v", f"--gpu-name={name}", path, "-o", "/dev/null"]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
@@ -103,7 +109,7 @@ def main():
     ):
         launch = find_launch(direction, head_dim, dtype, kind, architecture)
         report = assemble(launch)
-        is_too_large = report.shared_memory > SHARED_MEMORY.get(architecture, SHARED_MEMORY[86])
+        is_too_large = report.shared_memory > SHARED_MEMORY[KINDS_OF_GPU.get(launch.compute_capability, 86)]
         num_bad += is_too_large or report.spills > SPILLS
         blocks = launch.blocks
         print(
