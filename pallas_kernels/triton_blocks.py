@@ -1,7 +1,8 @@
 """Tile sizes of the Triton kernels, by (direction, padded head dim, bits of the dtype, kind of GPU).
 
 Chosen by what the assembler says: they fit in shared memory and spill next to no registers (`python -m
-benchmarks.assemble_triton`). Not measured. float32 is not rounded to tf32, which leaves the matrix units out.
+benchmarks.assemble_triton`). Of the backward at head dims 64 and 128 on sm90 also by time, on an H200:
+docs/kernel_variants.csv. float32 is not rounded to tf32, which leaves the matrix units out.
 """
 
 from collections.abc import Mapping
@@ -40,15 +41,17 @@ TABLE: Mapping[Key, Blocks] = {
         ("forward", 256, 16, (86,), Blocks(64, 32, 8, 2)),
         ("forward", 256, 16, (90,), Blocks(128, 64, 8, 2)),
         ("keys_backward", 32, 16, (80, 86, 90), Blocks(64, 128, 8, 3)),
-        ("keys_backward", 64, 16, (80, 86, 90), Blocks(64, 128, 8, 3)),
+        ("keys_backward", 64, 16, (80, 86), Blocks(64, 128, 8, 3)),
+        ("keys_backward", 64, 16, (90,), Blocks(64, 64, 4, 3)),
         ("keys_backward", 128, 16, (80, 86), Blocks(64, 64, 8, 2)),
-        ("keys_backward", 128, 16, (90,), Blocks(32, 128, 8, 2)),
+        ("keys_backward", 128, 16, (90,), Blocks(64, 128, 8, 2)),
         ("keys_backward", 256, 16, (80,), Blocks(64, 64, 8, 2)),
         ("keys_backward", 256, 16, (86,), Blocks(16, 64, 8, 2)),
         ("keys_backward", 256, 16, (90,), Blocks(32, 64, 8, 2)),
         ("rows_backward", 32, 16, (80, 86, 90), Blocks(128, 64, 8, 2)),
         ("rows_backward", 64, 16, (80, 86, 90), Blocks(128, 64, 8, 3)),
-        ("rows_backward", 128, 16, (80, 86, 90), Blocks(128, 64, 8, 2)),
+        ("rows_backward", 128, 16, (80, 86), Blocks(128, 64, 8, 2)),
+        ("rows_backward", 128, 16, (90,), Blocks(128, 64, 8, 3)),
         ("rows_backward", 256, 16, (80, 90), Blocks(64, 64, 8, 2)),
         ("rows_backward", 256, 16, (86,), Blocks(64, 16, 8, 2)),
         *((direction, H, 32, (80, 86, 90), blocks) for direction in DIRECTIONS for H, blocks in _FLOAT32.items()),
