@@ -17,12 +17,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from distflash_jax import placement, strategies
+from distflash_jax.checks import check_arrays, check_mask
 from distflash_jax.executor import Segments
 from distflash_jax.placement import Axis
 from distflash_jax.remat import LSE_NAME, OUT_NAME
 from distflash_jax.schedule import STRATEGIES, Strategy
 from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Choice, choose
-from pallas_kernels.block import Partial, check_softcap
+from pallas_kernels.block import Partial
 
 
 @overload
@@ -133,8 +134,8 @@ def distflash_attention(
 
     Source: DISTFLASHATTN, arXiv 2310.03294.
     """
-    _check_arrays(q, k, v, causal)
-    segments = _check_mask(q, k, causal, window, softcap, segment_ids, kv_segment_ids, sinks)
+    check_arrays(q, k, v, causal)
+    segments = check_mask(q, k, causal, window, softcap, segment_ids, kv_segment_ids, sinks)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: must be one of {STRATEGIES}")
     T, S, H = q.shape[1], k.shape[1], q.shape[3]
@@ -165,11 +166,12 @@ def distflash_attention(
     placement.check_divisible(q, k, mesh, spec)
     placed = [placement.place(name, x, mesh, spec) for name, x in (("q", q), ("k", k), ("v", v))]
     q, k, v = (_pad_rows(x, num_workers) for x in placed)
-    segments = jax.tree.map(lambda x: _pad_rows(x, num_workers), segments)
+    whole = PartitionSpec(spec[0], None)
+    segments = jax.tree.map(lambda x: _pad_rows(placement.place("segment_ids", x, mesh, whole), num_workers), segments)
     out, lse = jax.shard_map(
         functools.partial(attend, num_keys=S, mesh=mesh),
         mesh=mesh,
-        in_specs=(spec, spec, spec, PartitionSpec(spec[0])),
+        in_specs=(spec, spec, spec, whole),
         out_specs=(spec, PartitionSpec(*spec[:3])),
         axis_names=frozenset(mesh.axis_names) - frozenset(jax.sharding.get_abstract_mesh().manual_axes),
     )(q, k, v, segments)
@@ -289,48 +291,3 @@ def _with_sinks(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"], sinks:
 def _pad_rows(x: Float[Array, "B T ..."], multiple: int) -> Float[Array, "B T2 ..."]:
     """Zero rows up to a multiple: no causal query sees them, and num_keys hides them from all others."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2)) if x.shape[1] % multiple else x
-
-
-def _check_mask(
-    q: Array, k: Array, causal: bool, window: int | None, softcap: float | None, segment_ids: Array | None,
-    kv_segment_ids: Array | None, sinks: Array | None,
-) -> Segments | None:  # fmt: skip
-    """The segments of both sides, None without."""
-    if window is not None and not causal:
-        raise ValueError(f"window={window}: needs causal=True")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: must be at least 1, the token itself, or None")
-    check_softcap(softcap)
-    if sinks is not None and (sinks.shape != q.shape[2:3] or not jnp.issubdtype(sinks.dtype, jnp.floating)):
-        raise ValueError(f"sinks: must be floats of shape {q.shape[2:3]}, one a head, got {sinks.dtype}{sinks.shape}")
-    if segment_ids is None:
-        if kv_segment_ids is not None:
-            raise ValueError("kv_segment_ids: needs segment_ids, those of the queries")
-        return None
-    segments = Segments(segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
-    for name, x, like in (("segment_ids", segments.q, q), ("kv_segment_ids", segments.kv, k)):
-        if x.shape != like.shape[:2] or not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name}: must be integers of shape {like.shape[:2]}, got {x.dtype}{x.shape}")
-    return segments
-
-
-def _check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name}: must have 4 dimensions [batch, sequence, heads, head dim], got shape {x.shape}")
-        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            raise ValueError(f"{name}: dtype must be float32, bfloat16 or float16, got {x.dtype}")
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name}: dtype must be that of q, {q.dtype}, got {x.dtype}")
-        if 0 in x.shape:
-            raise ValueError(f"{name}: must not be empty, got shape {x.shape}")
-    if k.shape != v.shape:
-        raise ValueError(f"v: shape must be that of k, {k.shape}, got {v.shape}")
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(f"k, v: batch size must be that of q, {q.shape[0]}, got {k.shape[0]}")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"k, v: head dim must be that of q, {q.shape[3]}, got {k.shape[3]}")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"q: number of heads {q.shape[2]} must be a multiple of the {k.shape[2]} heads of k, v")
-    if causal and q.shape[1] != k.shape[1]:
-        raise ValueError(f"causal=True: k, v must be as long as q, {q.shape[1]}, got {k.shape[1]}")

@@ -24,10 +24,12 @@ def nnx_module(**options):
     return flax.nnx.MultiHeadAttention(4, 16, decode=False, rngs=flax.nnx.Rngs(0), **options)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_nnx_module_equals_its_own_attention(causal):
+@pytest.mark.parametrize("causal, window", [(True, None), (False, None), (True, 7)])
+def test_nnx_module_equals_its_own_attention(causal, window):
     mask = flax.linen.make_causal_mask(x[..., 0]) if causal else None
-    attention_fn = flax_attention(mesh=make_mesh(seq=4), causal=causal)
+    if window:
+        mask = jnp.triu(mask, 1 - window)
+    attention_fn = flax_attention(mesh=make_mesh(seq=4), causal=causal, window=window)
     ours, theirs = call(nnx_module(attention_fn=attention_fn), x), call(nnx_module(), x, mask)
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
 

@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from counting import num_messages
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import Case
 from test_distflash_attention import attend, make_mesh
@@ -71,6 +72,19 @@ def test_documents_and_a_window_and_a_softcap_and_a_ring_equal_dense():
     options = {"window": 7, "softcap": 1.5}
     attention = attend(4, strategy="ring", segment_ids=ids, **options)
     assert_equals_dense(Case(T=43, B=1), attention, ids=ids, **options)
+
+
+def test_documents_and_sinks_on_a_mesh_with_explicit_axes_equal_dense():
+    case, ids, sinks = Case(T=40), documents(40, 11, 29)[None].repeat(2, axis=0), jnp.arange(4.0)
+    mesh = make_mesh(AxisType.Explicit, data=2, seq=2)
+    place = lambda x: jax.reshard(x, NamedSharding(mesh, P("data", "seq")))
+
+    def attention(q, k, v):
+        out, lse = distflash_attention(*map(place, (q, k, v)), mesh=mesh, segment_ids=ids, sinks=sinks, return_lse=True)
+        return tuple(jax.reshard(x, NamedSharding(mesh, P())) for x in (out, lse))
+
+    with jax.set_mesh(mesh):
+        assert_equals_dense(case, attention, ids=ids, sinks=sinks)
 
 
 @pytest.mark.parametrize("strategy, num_workers", [("ulysses", 3), ("all_gather", 4)])
