@@ -136,6 +136,7 @@ def test_the_step_is_traced_and_compiled_once_even_after_a_restore():
 
 
 def test_a_device_holds_its_part_of_the_state_and_layers_are_gathered_one_by_one():
+    three_steps((2, 2, 2), 2)  # whose log must have the step's compilation, whichever test comes first
     program = program_on((2, 2, 2), 2)
     for path, leaf in jax.tree_util.tree_leaves_with_path(program.state_struct):
         # The vocabulary, 61, does not divide over the two tensor workers; norms have nothing to do with them.
