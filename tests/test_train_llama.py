@@ -172,6 +172,13 @@ def test_samples_are_reported_and_change_no_step(undisturbed, train, tmp_path):
     assert losses([line for line in lines if "loss" in line]).items() <= losses(undisturbed[0]).items()
 
 
+def test_a_packed_run_tells_how_evenly_its_documents_lie(train, tmp_path):
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_text("some words " * (number + 1))
+    lines, _ = train(tmp_path / "run", "--steps", "2", "--packing", "--data", str(tmp_path))
+    assert all(0 <= line["attention_idle_share"] < 1 for line in lines) and len(lines) == 2
+
+
 def test_recomputing_whole_layers_changes_no_loss(undisturbed, train, tmp_path):
     lines, said = train(tmp_path / "run", "--steps", "3", "--remat", "layer")
     assert "remat layer" in said

@@ -27,6 +27,7 @@ from train.evaluation import Evaluation
 from train.flags import InputError, StepRange
 from train.interrupt import Interrupt
 from train.mesh import describe, make_mesh, peak_memory
+from train.packing import idle_share
 from train.plan import dry_run, explain_exhaustion, ideal_seconds
 from train.program import build_program
 from train.report import Clock, Report, say
@@ -90,11 +91,13 @@ def run(config: Config, command: list[str]) -> None:
                 done += 1
                 with profile.step(done):
                     with clock.phase("data"):
-                        batch = distributed.place(next(batches), program.batch_sharding, shape, part)
+                        rows = next(batches)
+                        batch = distributed.place(rows, program.batch_sharding, shape, part)
                     with clock.phase("step"):
                         state, metrics = take_step(state, batch)
                         metrics = jax.device_get(metrics)
-                report.step(done, {name: value.item() for name, value in metrics.items()} | _memory(mesh))
+                metrics = {name: value.item() for name, value in metrics.items()}
+                report.step(done, metrics | _memory(mesh) | _idle(config, rows))
                 if done % config.save_every == 0:
                     with clock.phase("save"):
                         checkpoints.save(done, state, batches.position)
@@ -213,6 +216,17 @@ def _timeline(config: Config) -> Timeline | None:
     shape = Shape(max(config.seq_len, 4096 * mesh.seq), heads, kv_heads, machine.head_dim, rows)
     table = schedule.choose(config.strategy, mesh.seq, kv_heads=kv_heads)
     return simulate(table, shape, machine, ("forward", "backward"))
+
+
+def _idle(config: Config, batch: dict[str, np.ndarray]) -> dict[str, float]:
+    """How unevenly packed documents spread attention over the workers of a table, where this process has all rows."""
+    ids = batch.get("segment_ids")
+    if ids is None or ids.shape != (config.batch_size, config.seq_len) or config.strategy not in schedule.TABLES:
+        return {}
+    kv_heads = config.llama.num_key_value_heads // config.mesh.tensor
+    table = schedule.choose(config.strategy, config.mesh.seq, kv_heads=kv_heads)
+    share = idle_share(ids, table, groups=config.mesh.data, accumulate=config.accumulate)
+    return {"attention_idle_share": share}
 
 
 def _memory(mesh: Mesh) -> dict[str, float]:
