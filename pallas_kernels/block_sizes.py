@@ -114,16 +114,16 @@ CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
 }
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """The smallest head dim of the kernels that holds this one.
+def padded_head_dim(head_dim: int, sizes: tuple[int, ...] = HEAD_DIMS) -> int:
+    """The smallest of the head dims of kernels, here the Hopper ones, that holds this one.
 
     Raises:
         ValueError: none does.
     """
-    for size in HEAD_DIMS:
+    for size in sizes:
         if head_dim <= size:
             return size
-    raise ValueError(f"head dim {head_dim}: must be at most {HEAD_DIMS[-1]}")
+    raise ValueError(f"head dim {head_dim}: must be at most {sizes[-1]}")
 
 
 def find(direction: str, head_dim: int, dtype: DTypeLike, kind: str) -> Any:

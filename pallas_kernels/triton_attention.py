@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from pallas_kernels import triton_blocks
 from pallas_kernels.block import BlockAttention, Gradients, Operand, Partial, check_softcap, vary_like
+from pallas_kernels.block_sizes import padded_head_dim
 from pallas_kernels.masks import Mask
 from pallas_kernels.triton_blocks import Blocks
 
@@ -183,7 +184,7 @@ def _prepare(
         "G": q_box.num_heads // k_box.num_heads, "H": H, "IS_SHORT": k_box.row + k_box.num_rows > k.shape[1],
         "IS_CAUSAL": mask.is_causal, "WINDOW": mask.window or 0, "HAS_SEGMENTS": has_segments,
         "SCALE": float(scale), "SOFTCAP": float(softcap or 0),
-        "BLOCK_ROWS": blocks.rows, "BLOCK_KEYS": blocks.keys, "BLOCK_H": triton_blocks.padded_head_dim(H),
+        "BLOCK_ROWS": blocks.rows, "BLOCK_KEYS": blocks.keys, "BLOCK_H": padded_head_dim(H, triton_blocks.HEAD_DIMS),
     }  # fmt: skip
     programs = B * (
         k_box.num_heads * -(-k_box.num_rows // blocks.keys)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.block_sizes import padded_head_dim
+
 HEAD_DIMS = (32, 64, 128, 256)  # others are padded to the next, inside of the kernels
 DIRECTIONS = ("forward", "keys_backward", "rows_backward")
 # Kinds of GPU by bytes of shared memory that a thread block may have: A100 and the like; L40S, RTX; Hopper and later.
@@ -60,18 +62,6 @@ TABLE: Mapping[Key, Blocks] = {
 }
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """The smallest head dim of the kernels that holds this one.
-
-    Raises:
-        ValueError: none does.
-    """
-    for size in HEAD_DIMS:
-        if head_dim <= size:
-            return size
-    raise ValueError(f"head dim {head_dim}: must be at most {HEAD_DIMS[-1]}")
-
-
 def find(direction: str, head_dim: int, dtype: DTypeLike, compute_capability: str) -> Blocks:
     bits = 8 * jnp.dtype(dtype).itemsize
-    return TABLE[direction, padded_head_dim(head_dim), bits, KINDS_OF_GPU.get(compute_capability, 86)]
+    return TABLE[direction, padded_head_dim(head_dim, HEAD_DIMS), bits, KINDS_OF_GPU.get(compute_capability, 86)]

@@ -220,10 +220,12 @@ def _timeline(config: Config) -> Timeline | None:
 
 def _idle(config: Config, batch: dict[str, np.ndarray]) -> dict[str, float]:
     """How unevenly packed documents spread attention over the workers of a table, where this process has all rows."""
-    ids = batch.get("segment_ids")
-    if ids is None or ids.shape != (config.batch_size, config.seq_len) or config.strategy not in schedule.TABLES:
+    ids, model = batch.get("segment_ids"), config.llama
+    if ids is None or ids.shape != (config.batch_size, config.seq_len):
         return {}
-    kv_heads = config.llama.num_key_value_heads // config.mesh.tensor
+    if config.strategy not in schedule.TABLES or model.sliding_window is not None:
+        return {}
+    kv_heads = model.num_key_value_heads // config.mesh.tensor
     table = schedule.choose(config.strategy, config.mesh.seq, kv_heads=kv_heads)
     share = idle_share(ids, table, groups=config.mesh.data, accumulate=config.accumulate)
     return {"attention_idle_share": share}
