@@ -53,11 +53,10 @@ def find_launch(direction: str, head_dim: int, dtype: str, kind: str, architectu
     forward = functools.partial(triton_attention.forward, **options)
     backward = functools.partial(triton_attention.backward, **options)
     case = make_case((direction, head_dim, dtype, kind), tokens=4096, heads=4)._replace(K=2)
-    function = block_functions(case, BlockAttention(forward, backward))[
-        "forward" if direction == "forward" else "backward"
-    ]
+    mode = "deterministic" if direction in ("keys_backward", "rows_backward") else direction
+    function = block_functions(case, BlockAttention(forward, backward))[mode]
     jax.eval_shape(lambda: function(random_inputs(case, dtype)))
-    return next(launch for launch in found if launch.kernel == direction)
+    return found[-1 if direction == "rows_backward" else 0]
 
 
 def assemble(launch: Launch) -> Report:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.block_sizes import padded_head_dim
+from pallas_kernels.block_sizes import from_file, padded_head_dim
 
 HEAD_DIMS = (32, 64, 128, 256)  # others are padded to the next, inside of the kernels
-DIRECTIONS = ("forward", "keys_backward", "rows_backward")
+DIRECTIONS = ("forward", "backward", "keys_backward", "rows_backward")
 # Kinds of GPU by bytes of shared memory that a thread block may have: A100 and the like; L40S, RTX; Hopper and later.
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 KINDS_OF_GPU = {"8.0": 80, "8.7": 80, "9.0": 90, "10.0": 90, "10.3": 90}  # all others, sm86, sm89 and sm120, have least
@@ -42,6 +42,14 @@ TABLE: Mapping[Key, Blocks] = {
         ("forward", 256, 16, (80,), Blocks(64, 64, 8, 2)),
         ("forward", 256, 16, (86,), Blocks(64, 32, 8, 2)),
         ("forward", 256, 16, (90,), Blocks(128, 64, 8, 2)),
+        ("backward", 32, 16, (80, 86, 90), Blocks(64, 128, 8, 3)),
+        ("backward", 64, 16, (80,), Blocks(64, 128, 8, 2)),
+        ("backward", 64, 16, (86,), Blocks(64, 128, 8, 3)),
+        ("backward", 64, 16, (90,), Blocks(64, 64, 4, 3)),
+        ("backward", 128, 16, (80, 86), Blocks(64, 64, 8, 2)),
+        ("backward", 128, 16, (90,), Blocks(32, 128, 8, 2)),
+        ("backward", 256, 16, (80, 86), Blocks(16, 64, 8, 2)),
+        ("backward", 256, 16, (90,), Blocks(64, 32, 8, 2)),
         ("keys_backward", 32, 16, (80, 86, 90), Blocks(64, 128, 8, 3)),
         ("keys_backward", 64, 16, (80, 86), Blocks(64, 128, 8, 3)),
         ("keys_backward", 64, 16, (90,), Blocks(64, 64, 4, 3)),
@@ -62,6 +70,27 @@ TABLE: Mapping[Key, Blocks] = {
 }
 
 
+# What the tune command tries on GPUs of kind 90, beside the entry of the table.
+CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
+    ("forward", 64): (Blocks(128, 64, 4, 3), Blocks(128, 128, 4, 2), Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 3)),
+    ("forward", 128): (Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 3)),
+    ("forward", 256): (Blocks(64, 64, 4, 2), Blocks(128, 32, 8, 3)),
+    ("backward", 64): (Blocks(64, 128, 8, 2), Blocks(64, 128, 8, 3), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 2)),
+    ("backward", 128): (Blocks(32, 128, 8, 2), Blocks(32, 128, 8, 3), Blocks(64, 64, 8, 2), Blocks(64, 32, 4, 2)),
+    ("backward", 256): (Blocks(32, 64, 8, 1), Blocks(64, 32, 8, 2), Blocks(64, 64, 8, 1)),
+    ("keys_backward", 64): (Blocks(64, 128, 8, 2),),
+    ("keys_backward", 128): (Blocks(64, 64, 4, 2),),
+    ("rows_backward", 64): (Blocks(64, 64, 4, 3),),
+    ("rows_backward", 128): (Blocks(64, 64, 4, 2),),
+}
+
+
 def find(direction: str, head_dim: int, dtype: DTypeLike, compute_capability: str) -> Blocks:
+    """The blocks for a call: those of the user's file if it has them, else those of the table."""
     bits = 8 * jnp.dtype(dtype).itemsize
-    return TABLE[direction, padded_head_dim(head_dim, HEAD_DIMS), bits, KINDS_OF_GPU.get(compute_capability, 86)]
+    key = (direction, padded_head_dim(head_dim, HEAD_DIMS), bits, kind_of(compute_capability))
+    return from_file("triton", TABLE).get(key, TABLE[key])
+
+
+def kind_of(compute_capability: str) -> int:
+    return KINDS_OF_GPU.get(compute_capability, 86)
