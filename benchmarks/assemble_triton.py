@@ -53,10 +53,11 @@ def find_launch(direction: str, head_dim: int, dtype: str, kind: str, architectu
     forward = functools.partial(triton_attention.forward, **options)
     backward = functools.partial(triton_attention.backward, **options)
     case = make_case((direction, head_dim, dtype, kind), tokens=4096, heads=4)._replace(K=2)
-    mode = "deterministic" if direction in ("keys_backward", "rows_backward") else direction
-    function = block_functions(case, BlockAttention(forward, backward))[mode]
+    function = block_functions(case, BlockAttention(forward, backward))[
+        "forward" if direction == "forward" else "backward"
+    ]
     jax.eval_shape(lambda: function(random_inputs(case, dtype)))
-    return found[-1 if direction == "rows_backward" else 0]
+    return next(launch for launch in found if launch.kernel == direction)
 
 
 def assemble(launch: Launch) -> Report:

@@ -55,7 +55,7 @@ def make_case(key: Key, tokens: int, heads: int) -> Case:
 
 
 def mode_of(direction: str) -> str:
-    return "deterministic" if direction in ("keys_backward", "rows_backward") else direction
+    return "backward" if direction in ("keys_backward", "rows_backward") else direction
 
 
 def make_functions(case: Case, key: Key, implementation: str) -> dict[Any, Function]:

@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import inspect
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ LOG2_E = math.log2(math.e)
 
 
 class Launch(NamedTuple):
-    """A kernel's call: `programs` run kernel(*arrays, *results, **constants). zeroed: results that are zeros before."""
+    """A kernel's call: `programs` run kernel(*arrays, *results, **constants)."""
 
     module: str
     kernel: str
@@ -40,7 +39,6 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     blocks: Blocks
     compute_capability: str
-    zeroed: tuple[int, ...] = ()
 
 
 Run = Callable[[Launch], tuple[Array, ...]]
@@ -64,19 +62,17 @@ def run(launch: Launch) -> tuple[Array, ...]:
 
     @sequential_vmap  # jax-triton has no rule for vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # 0.4 wants Refs for zeroed_outputs
-            return triton_call(
-                *arrays,
-                kernel=kernel,
-                name=f"triton_{launch.kernel}",
-                grid=(launch.programs,),
-                num_warps=launch.blocks.warps,
-                num_stages=launch.blocks.stages,
-                compute_capability=int(launch.compute_capability.replace(".", "")),
-                zeroed_outputs=launch.zeroed,
-                **{out: launch.results},
-                **launch.constants,
-            )
+        return triton_call(
+            *arrays,
+            kernel=kernel,
+            name=f"triton_{launch.kernel}",
+            grid=(launch.programs,),
+            num_warps=launch.blocks.warps,
+            num_stages=launch.blocks.stages,
+            compute_capability=int(launch.compute_capability.replace(".", "")),
+            **{out: launch.results},
+            **launch.constants,
+        )
 
     return call(*launch.arrays)
 
@@ -124,14 +120,12 @@ def backward(
 ) -> Gradients:
     """(dq, dk, dv) of one query chunk against one key/value chunk, by the global lse and delta; see BlockAttention.
 
-    One kernel makes all three and adds to dq in no fixed order; with deterministic=True another makes dq, by seven
-    matmuls in all instead of five.
-
     compute_capability, run: as of forward. blocks: those that differ from the table, by direction there.
 
     Raises:
         ValueError: a dtype, head dim, head count or scale that the kernels do not take.
     """
+    del deterministic  # it always is
     q = queries.own[0]
     B, H, T, S = q.shape[0], q.shape[3], queries.box.num_rows, keys.box.num_rows
     # Small: reading them outside costs no pass over an operand.
@@ -144,15 +138,11 @@ def backward(
         own = (blocks or {}).get(direction)
         return _prepare(rows, keys, mask, scale, softcap, own, compute_capability, direction, stats, results)
 
-    row_gradient = functools.partial(jax.ShapeDtypeStruct, (B, T, queries.box.num_heads, H))
+    row_gradient = jax.ShapeDtypeStruct((B, T, queries.box.num_heads, H), dtype)
     key_gradient = jax.ShapeDtypeStruct((B, S, keys.box.num_heads, H), dtype)
-    if deterministic:
-        nothing = jax.ShapeDtypeStruct((1,), jnp.float32)
-        dk, dv, _ = run(prepare("keys_backward", key_gradient, key_gradient, nothing))
-        (dq,) = run(prepare("rows_backward", row_gradient(dtype)))
-    else:
-        dk, dv, dq = run(prepare("backward", key_gradient, key_gradient, row_gradient(jnp.float32)))
-    return vary_like(dq.astype(dtype), q), vary_like(dk, q), vary_like(dv, q)
+    dk, dv = run(prepare("keys_backward", key_gradient, key_gradient))
+    (dq,) = run(prepare("rows_backward", row_gradient))
+    return vary_like(dq, q), vary_like(dk, q), vary_like(dv, q)
 
 
 ATTENTION = BlockAttention(forward, backward)
@@ -160,12 +150,9 @@ ATTENTION = BlockAttention(forward, backward)
 
 def _prepare(
     queries: Operand, keys: Operand, mask: Mask, scale: float, softcap: float | None, blocks: Blocks | None,
-    compute_capability: str | None, direction: str, stats: tuple[Array, ...], results: tuple[jax.ShapeDtypeStruct, ...],
+    compute_capability: str | None, kernel: str, stats: tuple[Array, ...], results: tuple[jax.ShapeDtypeStruct, ...],
 ) -> Launch:  # fmt: skip
-    """The call of a kernel: (numbers, tiles, segments, own and peer's arrays of each side, stats).
-
-    direction: the name of the kernel, or "backward", which is keys_backward with dq.
-    """
+    """The call of a kernel: (numbers, tiles, segments, own and peer's arrays of each side, stats)."""
     q, k = queries.own[0], keys.own[0]
     B, H, q_box, k_box = q.shape[0], q.shape[3], queries.box, keys.box
     if q.dtype not in DTYPES or k.dtype != q.dtype:
@@ -176,8 +163,7 @@ def _prepare(
         raise ValueError(f"scale={scale}: must be positive, the running maximum is taken before scaling")
     check_softcap(softcap)
     compute_capability = compute_capability or local_compute_capability()
-    blocks = blocks or triton_blocks.find(direction, H, q.dtype, compute_capability)
-    kernel = "keys_backward" if direction == "backward" else direction
+    blocks = blocks or triton_blocks.find(kernel, H, q.dtype, compute_capability)
     sizes = q_box.num_rows, blocks.rows, k_box.num_rows, blocks.keys
     table = mask.query_tiles(*sizes) if kernel == "keys_backward" else mask.key_tiles(*sizes)
     numbers = [mask.q_start, mask.k_start, mask.k_stop]
@@ -200,8 +186,6 @@ def _prepare(
         "SCALE": float(scale), "SOFTCAP": float(softcap or 0),
         "BLOCK_ROWS": blocks.rows, "BLOCK_KEYS": blocks.keys, "BLOCK_H": padded_head_dim(H, triton_blocks.HEAD_DIMS),
     }  # fmt: skip
-    if kernel == "keys_backward":
-        constants["HAS_DQ"] = direction == "backward"
     programs = B * (
         k_box.num_heads * -(-k_box.num_rows // blocks.keys)
         if kernel == "keys_backward"
@@ -209,5 +193,4 @@ def _prepare(
     )
     module = "pallas_kernels.triton_forward" if kernel == "forward" else "pallas_kernels.triton_backward"
     arrays = (numbers, table, *segments, *chunks, *stats)
-    zeroed = (2,) if direction == "backward" else ()  # dq
-    return Launch(module, kernel, arrays, results, programs, constants, blocks, compute_capability, zeroed)
+    return Launch(module, kernel, arrays, results, programs, constants, blocks, compute_capability)

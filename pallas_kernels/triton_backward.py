@@ -1,7 +1,6 @@
-"""Backward of block attention in Triton (sm80 and later): one kernel for dk, dv and dq, whose tiles it adds in memory.
+"""Backward of block attention in Triton (sm80 and later): one kernel for dk and dv, one for dq.
 
-Or, where all bits have to repeat, one for dk and dv and one for dq: each makes the scores again, seven matmuls in all
-instead of five, and none adds in memory.
+Each makes the scores again, seven matmuls in all instead of five, and none adds in memory: all bits repeat.
 
     S = Q K',  dP = dO V',  P = exp(scale S - lse),  dS = P (dP - delta)        (' is a transpose)
     dV += P' dO,  dK += scale dS' Q,  dQ += scale dS K
@@ -16,7 +15,6 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.triton_forward import (
-    add,
     bounded,
     choose,
     factor,
@@ -36,16 +34,12 @@ from pallas_kernels.triton_forward import (
 
 @triton.jit
 def keys_backward(
-    numbers, table, q_ids, k_ids, own_q, peer_q, own_dout, peer_dout, own_k, peer_k, own_v, peer_v, lse, delta,
-    dk, dv, dq,
+    numbers, table, q_ids, k_ids, own_q, peer_q, own_dout, peer_dout, own_k, peer_k, own_v, peer_v, lse, delta, dk, dv,
     G: tl.constexpr, H: tl.constexpr, IS_SHORT: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_H: tl.constexpr, HAS_DQ: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv [B, S, K, H], and with HAS_DQ what is added to dq [B, T, N, H], float32 zeros before.
-
-    Programs: tiles of keys, of each key/value head, of each batch element.
-    """
+    """dk, dv [B, S, K, H]; programs: tiles of keys, of each key/value head, of each batch element."""
     # In this order the first keys of a head, of which causal queries see most, come first.
     T, N, S, K = sizes(numbers)
     batch, kv_head, tile = find_tile(S, K, BLOCK_KEYS, False)
@@ -82,11 +76,7 @@ def keys_backward(
         dv_sum = tl.dot(p.to(dout.dtype), dout, dv_sum, input_precision="ieee")
         dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
         ds = p * (dp - delta_tile) * slope
-        ds = ds.to(q.dtype)
-        dk_sum = tl.dot(ds, q, dk_sum, input_precision="ieee")
-        if HAS_DQ:
-            dq_tile = tl.dot(tl.trans(ds), k, input_precision="ieee") * SCALE
-            add(dq, dq_tile, batch, kv_head * G + g, row, T, N, BLOCK_ROWS, H, BLOCK_H)
+        dk_sum = tl.dot(ds.to(q.dtype), q, dk_sum, input_precision="ieee")
     store(dk, dk_sum * SCALE, batch, kv_head, tile * BLOCK_KEYS, S, K, BLOCK_KEYS, H, BLOCK_H)
     store(dv, dv_sum, batch, kv_head, tile * BLOCK_KEYS, S, K, BLOCK_KEYS, H, BLOCK_H)
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.block_sizes import from_file, padded_head_dim
 
 HEAD_DIMS = (32, 64, 128, 256)  # others are padded to the next, inside of the kernels
-DIRECTIONS = ("forward", "backward", "keys_backward", "rows_backward")
+DIRECTIONS = ("forward", "keys_backward", "rows_backward")
 # Kinds of GPU by bytes of shared memory that a thread block may have: A100 and the like; L40S, RTX; Hopper and later.
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 KINDS_OF_GPU = {"8.0": 80, "8.7": 80, "9.0": 90, "10.0": 90, "10.3": 90}  # all others, sm86, sm89 and sm120, have least
@@ -37,19 +37,13 @@ TABLE: Mapping[Key, Blocks] = {
     for direction, head_dim, bits, kinds, blocks in (
         ("forward", 32, 16, (80, 86, 90), Blocks(128, 64, 4, 3)),
         ("forward", 64, 16, (80,), Blocks(128, 64, 4, 3)),
-        ("forward", 64, 16, (86, 90), Blocks(128, 64, 4, 2)),
-        ("forward", 128, 16, (80, 86, 90), Blocks(128, 64, 8, 3)),
+        ("forward", 64, 16, (86,), Blocks(128, 64, 4, 2)),
+        ("forward", 64, 16, (90,), Blocks(128, 64, 4, 3)),
+        ("forward", 128, 16, (80, 86), Blocks(128, 64, 8, 3)),
+        ("forward", 128, 16, (90,), Blocks(64, 64, 4, 3)),
         ("forward", 256, 16, (80,), Blocks(64, 64, 8, 2)),
         ("forward", 256, 16, (86,), Blocks(64, 32, 8, 2)),
         ("forward", 256, 16, (90,), Blocks(128, 64, 8, 2)),
-        ("backward", 32, 16, (80, 86, 90), Blocks(64, 128, 8, 3)),
-        ("backward", 64, 16, (80,), Blocks(64, 128, 8, 2)),
-        ("backward", 64, 16, (86,), Blocks(64, 128, 8, 3)),
-        ("backward", 64, 16, (90,), Blocks(64, 64, 4, 3)),
-        ("backward", 128, 16, (80, 86), Blocks(64, 64, 8, 2)),
-        ("backward", 128, 16, (90,), Blocks(32, 128, 8, 2)),
-        ("backward", 256, 16, (80, 86), Blocks(16, 64, 8, 2)),
-        ("backward", 256, 16, (90,), Blocks(64, 32, 8, 2)),
         ("keys_backward", 32, 16, (80, 86, 90), Blocks(64, 128, 8, 3)),
         ("keys_backward", 64, 16, (80, 86), Blocks(64, 128, 8, 3)),
         ("keys_backward", 64, 16, (90,), Blocks(64, 64, 4, 3)),
@@ -59,7 +53,8 @@ TABLE: Mapping[Key, Blocks] = {
         ("keys_backward", 256, 16, (86,), Blocks(16, 64, 8, 2)),
         ("keys_backward", 256, 16, (90,), Blocks(32, 64, 8, 2)),
         ("rows_backward", 32, 16, (80, 86, 90), Blocks(128, 64, 8, 2)),
-        ("rows_backward", 64, 16, (80, 86, 90), Blocks(128, 64, 8, 3)),
+        ("rows_backward", 64, 16, (80, 86), Blocks(128, 64, 8, 3)),
+        ("rows_backward", 64, 16, (90,), Blocks(64, 64, 4, 3)),
         ("rows_backward", 128, 16, (80, 86), Blocks(128, 64, 8, 2)),
         ("rows_backward", 128, 16, (90,), Blocks(128, 64, 8, 3)),
         ("rows_backward", 256, 16, (80, 90), Blocks(64, 64, 8, 2)),
@@ -70,18 +65,17 @@ TABLE: Mapping[Key, Blocks] = {
 }
 
 
-# What the tune command tries on GPUs of kind 90, beside the entry of the table.
+# What the tune command tries beside the entry of the table.
 CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
-    ("forward", 64): (Blocks(128, 64, 4, 3), Blocks(128, 128, 4, 2), Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 3)),
-    ("forward", 128): (Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 3)),
-    ("forward", 256): (Blocks(64, 64, 4, 2), Blocks(128, 32, 8, 3)),
-    ("backward", 64): (Blocks(64, 128, 8, 2), Blocks(64, 128, 8, 3), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 2)),
-    ("backward", 128): (Blocks(32, 128, 8, 2), Blocks(32, 128, 8, 3), Blocks(64, 64, 8, 2), Blocks(64, 32, 4, 2)),
-    ("backward", 256): (Blocks(32, 64, 8, 1), Blocks(64, 32, 8, 2), Blocks(64, 64, 8, 1)),
-    ("keys_backward", 64): (Blocks(64, 128, 8, 2),),
-    ("keys_backward", 128): (Blocks(64, 64, 4, 2),),
-    ("rows_backward", 64): (Blocks(64, 64, 4, 3),),
-    ("rows_backward", 128): (Blocks(64, 64, 4, 2),),
+    ("forward", 64): (Blocks(128, 64, 4, 2), Blocks(128, 64, 4, 4), Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3)),
+    ("forward", 128): (Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 4), Blocks(64, 128, 4, 2)),
+    ("forward", 256): (Blocks(128, 32, 8, 3),),
+    ("keys_backward", 64): (Blocks(64, 128, 8, 2), Blocks(64, 64, 4, 4), Blocks(128, 64, 8, 2)),
+    ("keys_backward", 128): (Blocks(64, 64, 4, 2), Blocks(32, 128, 8, 4)),
+    ("keys_backward", 256): (Blocks(64, 64, 8, 1), Blocks(64, 32, 8, 2)),
+    ("rows_backward", 64): (Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 4), Blocks(64, 128, 4, 2)),
+    ("rows_backward", 128): (Blocks(64, 64, 4, 3), Blocks(128, 32, 8, 4), Blocks(64, 32, 4, 4)),
+    ("rows_backward", 256): (Blocks(64, 32, 8, 3), Blocks(64, 32, 4, 2)),
 }
 
 

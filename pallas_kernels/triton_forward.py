@@ -158,22 +158,10 @@ def load_keys(keys, tile, SIZE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.const
 @triton.jit
 def store(target, x, batch, head, row, num_rows, num_heads, SIZE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr):
     """Rows from `row` on of a head of target [B, num_rows, num_heads, H]; what lies behind the ends is dropped."""
-    pointers, is_there = places(target, batch, head, row, num_rows, num_heads, SIZE, H, BLOCK_H)
-    tl.store(pointers, x.to(target.dtype.element_ty), mask=is_there)
-
-
-@triton.jit
-def add(target, x, batch, head, row, num_rows, num_heads, SIZE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """As store, to what lies there, while others add as well."""
-    pointers, is_there = places(target, batch, head, row, num_rows, num_heads, SIZE, H, BLOCK_H)
-    tl.atomic_add(pointers, x, mask=is_there, sem="relaxed")
-
-
-@triton.jit
-def places(target, batch, head, row, num_rows, num_heads, SIZE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr):
     rows, columns = tl.arange(0, SIZE)[:, None], tl.arange(0, BLOCK_H)[None, :]
     target += ((batch.to(tl.int64) * num_rows + row) * num_heads + head) * H
-    return target + (rows * (num_heads * H) + columns), (rows < num_rows - row) & (columns < H)
+    is_there = (rows < num_rows - row) & (columns < H)
+    tl.store(target + (rows * (num_heads * H) + columns), x.to(target.dtype.element_ty), mask=is_there)
 
 
 # Masks and scores

@@ -48,7 +48,7 @@ def errors() -> dict[str, list[float]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted_kernels_equal_dense(name):
-    """Out, lse, dq, dk, dv, and these three again."""
+    """Out, lse, dq, dk, dv."""
     assert max(errors()[name]) < (5e-3 if "float16" in name else 1e-5), errors()[name]
 
 
@@ -87,10 +87,10 @@ def test_the_kernels_lower_on_a_mesh(num_workers, triton_is_chosen):
     if not hasattr(gpu_triton, "TritonKernel"):
         pytest.skip("a plugin of JAX for CUDA is not installed")
     text = gradients(num_workers).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("triton_kernel_call") >= num_workers + 1
+    assert text.count("triton_kernel_call") >= 3 * (num_workers + 1) // 2
 
 
-def test_two_kernels_are_compiled_whatever_the_table(triton_is_chosen, monkeypatch):
+def test_three_kernels_are_compiled_whatever_the_table(triton_is_chosen, monkeypatch):
     """Diagonal, far pair, half of the heads, own or peer's operands: all that differs is read at run time."""
     compiled, calls = set(), []
 
@@ -103,7 +103,7 @@ def test_two_kernels_are_compiled_whatever_the_table(triton_is_chosen, monkeypat
     functions = (functools.partial(x, run=record) for x in (triton_attention.forward, triton_attention.backward))
     monkeypatch.setitem(IMPLEMENTATIONS, "triton", BlockAttention(*functions))
     gradients(4)
-    assert len(calls) > 6 and len(compiled) == 2
+    assert len(calls) > 9 and len(compiled) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,7 +111,7 @@ def test_two_kernels_are_compiled_whatever_the_table(triton_is_chosen, monkeypat
 def test_as_many_programs_run_as_there_are_tiles(direction, kind):
     """Of 4096 rows and keys, 4 heads and 2."""
     launch = assemble_triton.find_launch(direction, 96, "bfloat16", kind, 89)
-    heads, size = (2, launch.blocks.keys) if direction in ("backward", "keys_backward") else (4, launch.blocks.rows)
+    heads, size = (2, launch.blocks.keys) if direction == "keys_backward" else (4, launch.blocks.rows)
     assert launch.programs == heads * 4096 // size
     assert launch.constants["BLOCK_H"] == 128 and launch.blocks == triton_blocks.TABLE[direction, 128, 16, 86]
 
