@@ -1,8 +1,8 @@
 """Tile sizes of the Triton kernels, by (direction, padded head dim, bits of the dtype, kind of GPU).
 
 Chosen by what the assembler says: they fit in shared memory and spill next to no registers (`python -m
-benchmarks.assemble_triton`). Of the backward at head dims 64 and 128 on sm90 also by time, on an H200:
-docs/kernel_variants.csv. float32 is not rounded to tf32, which leaves the matrix units out.
+benchmarks.assemble_triton`). At head dims 64 and 128 on sm90 also by time, on an H200: docs/kernel_variants.csv.
+`python -m benchmarks.tune --implementation triton` measures them on the GPU at hand; see block_sizes. float32 is not rounded to tf32, which leaves the matrix units out.
 """
 
 from collections.abc import Mapping
