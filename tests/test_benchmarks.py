@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from benchmarks import assemble, attention, cases, far, harness, kernel, peers, plot, tune
+from benchmarks import assemble, attention, cases, far, harness, kernel, peers, plot, train_step, tune
 from benchmarks.cases import KERNEL, KERNEL_DEFAULT, Case, select
 from benchmarks.kernel import Key
 from distflash_jax import schedule
@@ -400,3 +400,13 @@ def test_what_is_far_shows_in_rows_and_in_the_picture(tmp_path):
     ]
     far.draw(curves).savefig(tmp_path / "far.png")
     assert (tmp_path / "far.png").stat().st_size > 10_000
+
+
+def test_every_case_of_a_training_step_is_a_configuration_that_works():
+    cases = [case for cases in train_step.SETS.values() for case in cases]
+    for case in cases:
+        assert case.config(2).llama.num_hidden_layers == case.layers or case.layers is None
+    assert len({case.name for case in cases}) > 12
+    cut = train_step.Case.parse("llama-2h@8:64:megatron")
+    assert (cut.name, cut.seq_len, cut.remat) == ("llama-2h@8_64k", 65536, "attention")
+    assert cut.config(2).llama.num_hidden_layers == 8

@@ -24,7 +24,8 @@ from train import flags
 from train.flags import InputError, MeshShape, Source, StepRange, perhaps, perhaps_beside
 
 Remat = Literal["attention", "offload", "offload-all", "layer", "none"]
-Strategy = Literal["auto", "balanced", "balanced_unsplit", "ring", "ulysses", "all_gather"]
+Attention = Literal["auto", "balanced", "balanced_unsplit", "ring", "ulysses", "all_gather", "hybrid", "zigzag"]
+Strategy = Literal[Attention, "megatron"]
 Platform = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 Tracker = Literal["wandb", "trackio"]
@@ -58,8 +59,8 @@ class Config:
     """Train a Llama on real text, with every sequence spread over the devices of a mesh."""
 
     mesh: Annotated[MeshShape, flags.parsed(MeshShape.parse, "data=N,seq=N,tensor=N")] = _EIGHT_WORKERS
-    """Devices per axis: data splits the batch, seq each sequence, tensor the heads and the MLP's width.
-    Parameters and optimizer are cut over all of them."""
+    """Devices per axis: data splits the batch, seq each sequence, tensor the heads and the MLP's width. Parameters
+    and optimizer are cut over all of them. seq=2x4 is seq=8, of which strategies may tell 2 parts of 4 apart."""
     model: Annotated[str | None, flags.choice(*PRESETS)] = None
     """Preset, whose fields the flags below from --vocab-size on replace; without it and --init-from: tiny."""
     init_from: Annotated[Path | None, flags.path("DIR")] = None
@@ -87,7 +88,9 @@ class Config:
     """What the backward keeps of a layer: its input and attention outputs (on the device; or these offloaded
     to the host, or with offload-all both), its input alone (layer), or everything (none)."""
     strategy: Annotated[Strategy, flags.choice(*get_args(Strategy))] = "balanced"
-    """How attention is spread over the seq axis; auto takes what is predicted to be the fastest."""
+    """How attention is spread over the seq axis; auto takes what is predicted to be the fastest. hybrid needs an
+    axis of parts, such as seq=2x4; zigzag puts the tokens of each batch into its order; megatron spreads the MLP too:
+    a worker has some of the heads and of the width, for all tokens."""
     data: tyro.conf.UseAppendAction[tuple[Annotated[Source, flags.parsed(Source.parse, "PATH[:WEIGHT]")], ...]] = ()
     """Text, .jsonl or .parquet file, folder of them, or tokens as .npy or .bin (little-endian uint16); with
     several, samples are drawn in proportion to the weights. Lines and rows hold a text, or messages, or prompt
@@ -172,6 +175,12 @@ class Config:
         for flag, path in (("--tokenizer", self.tokenizer), ("--eval-data", self.eval_data)):
             if path is not None and not path.exists():
                 raise InputError(f"{flag} {path}: a file or folder that exists{perhaps_beside(path)}")
+        if self.strategy == "hybrid" and self.mesh.num_nodes == 1:
+            raise InputError(f"--strategy hybrid: a seq axis of two parts in --mesh {self.mesh}, such as seq=2x4")
+        if self.strategy == "megatron" and self.mesh.tensor > 1:
+            raise InputError(f"--strategy megatron: no tensor axis in --mesh {self.mesh}, seq cuts heads and MLP")
+        if self.strategy == "zigzag" and self.packing:
+            raise InputError("--strategy zigzag: not with --packing, balanced takes packed documents")
         self._check_evaluation()
         self._check_processes()
         if self.sample_prompt is not None and self.sample_every is None:
@@ -231,6 +240,11 @@ def parse(arguments: Sequence[str]) -> Config:
     heads = config.llama.num_key_value_heads
     if heads % config.mesh.tensor != 0:
         raise InputError(f"--mesh {config.mesh}: a tensor axis that divides the model's {heads} key/value heads")
+    heads, inner = config.llama.num_attention_heads // config.mesh.tensor, config.mesh.seq // config.mesh.num_nodes
+    if config.strategy == "hybrid" and heads < inner:
+        raise InputError(f"--strategy hybrid: at most {heads} devices, one a head, in a part of --mesh {config.mesh}")
+    if config.strategy == "zigzag" and config.llama.sliding_window is not None:
+        raise InputError("--strategy zigzag: not with --sliding-window, balanced takes windows")
     return config
 
 

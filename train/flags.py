@@ -33,11 +33,15 @@ def perhaps_beside(path: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Devices per axis: `data` splits the batch, `seq` each sequence, `tensor` the heads and the MLP's width."""
+    """Devices per axis: `data` splits the batch, `seq` each sequence, `tensor` the heads and the MLP's width.
+
+    num_nodes: parts of the seq axis, slowest along the sequence, written seq=2x4.
+    """
 
     data: int = 1
     seq: int = 1
     tensor: int = 1
+    num_nodes: int = 1
 
     @property
     def num_devices(self) -> int:
@@ -45,12 +49,14 @@ class MeshShape:
 
     def __str__(self) -> str:
         tensor = f",tensor={self.tensor}" if self.tensor > 1 else ""
-        return f"data={self.data},seq={self.seq}{tensor}"
+        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
+        return f"data={self.data},seq={nodes}{self.seq // self.num_nodes}{tensor}"
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        pairs = [re.fullmatch(r"(data|seq|tensor)=([1-9]\d*)", part) for part in text.split(",")]
-        sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
+        form = re.compile(r"(data|seq|tensor)=(?:(?<=seq=)([1-9]\d*)x)?([1-9]\d*)")
+        pairs = [form.fullmatch(part) for part in text.split(",")]
+        sizes = {pair[1]: int(pair[2] or 1) * int(pair[3]) for pair in pairs if pair}
         if len(sizes) < len(pairs):
             axes = ("data", "seq", "tensor")
             unknown = next((axis for axis in re.findall(r"[^,=]+(?==)", text) if axis not in axes), "")
@@ -58,7 +64,7 @@ class MeshShape:
                 f"--mesh {text}: axes data, seq and tensor, once and at least 1 each, such as data=2,seq=4"
                 f"{perhaps(unknown, axes)}"
             )
-        return cls(**sizes)
+        return cls(**sizes, num_nodes=next((int(pair[2]) for pair in pairs if pair and pair[2]), 1))
 
 
 @dataclasses.dataclass(frozen=True)
