@@ -2,7 +2,8 @@
 
 Chosen by what the assembler says: they fit in shared memory and spill next to no registers (`python -m
 benchmarks.assemble_triton`). At head dims 64 and 128 on sm90 also by time, on an H200: docs/kernel_variants.csv.
-`python -m benchmarks.tune --implementation triton` measures them on the GPU at hand; see block_sizes. float32 is not rounded to tf32, which leaves the matrix units out.
+`python -m benchmarks.tune --implementation triton` measures them on the GPU at hand; see block_sizes. float32 is not
+rounded to tf32, which leaves the matrix units out.
 """
 
 from collections.abc import Mapping
