@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from benchmarks import assemble, cases, far, harness, kernel, peers, plot, tune
-from benchmarks.attention import ulysses
+from benchmarks import assemble, attention, cases, far, harness, kernel, peers, plot, tune
 from benchmarks.cases import KERNEL, KERNEL_DEFAULT, Case, select
 from benchmarks.kernel import Key
+from distflash_jax import schedule
+from distflash_jax.packing import idle_share
 from pallas_kernels import BlockAttention, block_sizes, xla
 from pallas_kernels.block_sizes import CANDIDATES, TABLE, ForwardBlocks
 from train.data import Rows
@@ -58,13 +59,41 @@ def test_documents_and_windows_hide_what_a_dense_mask_hides():
 
 
 def test_the_grid_has_the_sizes_that_its_names_say():
-    assert len(KERNEL) == 8 * 3 * 3 + 2
+    assert len(KERNEL) == 8 * 3 * 3 + 2 * 5
     for name, case in KERNEL.items():
         tokens, head_dim, heads, _ = name.split("_")
         assert (int(tokens[:-1]) * 1024, int(head_dim[1:])) == (case.T, case.H) and case.B == 1
         assert {"mha": (16, 16), "gqa": (32, 8)}[heads] == (case.N, case.K)
     packed, window = KERNEL["64k_d128_mha_packed12"], KERNEL["64k_d128_mha_window4k"]
     assert sum(packed.documents) == packed.T and len(set(packed.documents)) == 12 and window.window == 4096
+    assert {name for name, case in cases.ATTENTION.items() if case.documents or case.window} == {
+        f"{tokens}k_d128_mha_{mask}"
+        for tokens in (64, 128)
+        for mask in ("packed12", "packed100", "window1k", "window4k", "window32k")
+    }
+
+
+def test_lengths_with_a_long_tail_fill_the_row_and_few_are_long():
+    lengths = cases.long_tailed(100, 65536)
+    assert sum(lengths) == 65536 and len(lengths) == 100 and min(lengths) > 0
+    assert sum(sorted(lengths)[-20:]) > 65536 / 2 and lengths == cases.long_tailed(100, 65536)
+
+
+@pytest.mark.parametrize("name", ["balanced", attention.UNORDERED, "all_gather"])
+def test_packed_documents_and_windows_are_measured_on_two_workers_and_on_one(name, monkeypatch, capsys):
+    monkeypatch.setattr(harness, "TURN", 1e-4)
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    rows = attention.measure(SMALL["both"], "forward_backward", [name, "zigzag", attention.TORCH], None)
+    assert [(row["implementation"], row["workers"]) for row in rows] == [("balanced", 1), (name, 2)]
+    assert not attention.can_take(attention.UNORDERED, SMALL["window"]) and capsys.readouterr().out
+
+
+def test_documents_are_ordered_for_the_workers_that_share_them():
+    case = cases.ATTENTION["64k_d128_mha_packed12"]
+    ids = {name: attention.document_ids(case, 2, name) for name in ("balanced", attention.UNORDERED)}
+    assert {tuple(sorted(np.bincount(x[0])[1:])) for x in ids.values()} == {tuple(sorted(case.documents))}
+    idle = {name: idle_share(x, schedule.balanced(2)) for name, x in ids.items()}
+    assert idle["balanced"] < 0.01 < idle[attention.UNORDERED]
 
 
 def test_patterns_select_cases_once_and_in_the_order_of_the_grid():
@@ -338,8 +367,8 @@ def test_ulysses_around_the_kernel_of_others_computes_the_same():
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [jax.random.normal(key, (1, 128, heads, 16)) for key, heads in zip(keys, (8, 4, 4, 8), strict=True)]
     whole = functools.partial(jax.nn.dot_product_attention, is_causal=True)
-    both = lambda attention, q, k, v, dout: jax.vjp(attention, q, k, v)[1](dout)
-    gradients = jax.jit(functools.partial(both, ulysses(mesh, whole)))(*arrays)
+    both = lambda attend, q, k, v, dout: jax.vjp(attend, q, k, v)[1](dout)
+    gradients = jax.jit(functools.partial(both, attention.ulysses(mesh, whole)))(*arrays)
     for gradient, wanted in zip(gradients, both(whole, *arrays), strict=True):
         np.testing.assert_allclose(gradient, wanted, atol=1e-5)
 
