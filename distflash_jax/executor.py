@@ -9,7 +9,6 @@ Source: DISTFLASHATTN, arXiv 2310.03294, algorithms 1 and 2.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from distflash_jax.masks import Band, Segments
 from distflash_jax.merge import merge
 from distflash_jax.placement import Axis
 from distflash_jax.schedule import MERGED_AT_ONCE, WHOLE, Part, Permutation, Schedule, Side, Step
@@ -27,32 +27,22 @@ Arrays = tuple[Array, ...]
 Combine = Callable[[Arrays | None, Arrays, Bool[Array, ""] | None], Arrays]
 
 
-class Segments(NamedTuple):
-    """Of each token of the whole sequence, padding included, the number of its document; 0 sees and is seen by nothing.
-
-    Every worker has all of them: they are small, and so nobody has to send them.
-    """
-
-    q: Int[Array, "B PT"]
-    kv: Int[Array, "B PS"]
-
-
 @dataclass(frozen=True)
 class Plan:
     """What does not change from call to call; hashable.
 
-    axis: the mesh axis of the workers, or several; () for one alone. num_keys: keys of the whole sequence; chunks may
-    be padded beyond it. window, softcap: see distflash_attention.
+    axis: the mesh axis of the workers, or several; () for one alone. softcap: see distflash_attention. dtype: of out
+    and of gradients; that of the inputs if None.
     """
 
     schedule: Schedule
     kernel: BlockAttention
     axis: Axis
-    num_keys: int
+    band: Band
     scale: float
-    window: int | None = None
     softcap: float | None = None
     deterministic: bool = False
+    dtype: str | None = None
 
     def forward(self, q: Array, k: Array, v: Array, segments: Segments | None = None) -> Partial:
         return forward(self, q, k, v, segments)
@@ -70,9 +60,9 @@ def forward(
     v: Float[Array, "B S K H"],
     segments: Segments | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """(out, lse) of this worker's queries against all keys; out in the dtype of q, lse float32."""
+    """(out, lse) of this worker's queries against all keys; out in the dtype of the plan or of q, lse float32."""
     results = [_Total("q", (0, 1), _merge)]
-    dtypes = (q.dtype, jnp.float32)
+    dtypes = (plan.dtype or q.dtype, jnp.float32)
     out, lse = _run(plan, "forward", plan.kernel.forward, (q,), (k, v), segments, results, dtypes)
     return out, lse
 
@@ -87,14 +77,14 @@ def backward(
     delta: Float[Array, "B T N"],
     segments: Segments | None = None,
 ) -> Gradients:
-    """(dq, dk, dv) of this worker's chunks, in the dtypes of q, k and v.
+    """(dq, dk, dv) of this worker's chunks, in the dtype of the plan or those of q, k and v.
 
     lse is that of whole rows and delta = rowsum(dout * out) - dlse, so the gradients of all blocks simply add up.
     Helpers receive q, dout, lse and delta, never out; dk and dv travel summed over their group of heads.
     """
     kernel = functools.partial(plan.kernel.backward, deterministic=plan.deterministic)
     results = [_Total("q", (0,), _add), _Total("kv", (1, 2), _add)]
-    dtypes = (q.dtype, k.dtype, v.dtype)
+    dtypes = [plan.dtype or x.dtype for x in (q, k, v)]
     dq, dk, dv = _run(plan, "backward", kernel, (q, dout, lse, delta), (k, v), segments, results, dtypes)
     return dq, dk, dv
 
@@ -137,8 +127,8 @@ def _run(
 ) -> Arrays:
     """What the kernel makes of all steps, on this worker's own chunks: the results of all totals, in these dtypes."""
     steps = plan.schedule.steps
-    # What is merged or summed over steps is float32; one worker alone needs no more than the inputs' dtype.
-    dtype = jnp.float32 if len(steps) > 1 else q_side[0].dtype
+    # What is merged or summed over steps is float32; one worker alone needs no more than the dtype of the results.
+    dtype = jnp.float32 if len(steps) > 1 else dtypes[0]
     lengths = {"q": q_side[0].shape[1], "kv": kv_side[0].shape[1]}
     fetched_q = fetched_kv = returned = None
     for number, step in enumerate(steps):
@@ -236,16 +226,10 @@ def _mask(plan: Plan, step: Step, queries: Operand, keys: Operand, segments: Seg
             _segments(plan, segments.q, step.q, queries),
             _segments(plan, segments.kv, step.kv, keys),
         )
-    return Mask(
-        q_start=_per_worker(
-            plan, [chunk * q.shape[1] + row for chunk, row in zip(step.q.chunks, first_rows, strict=True)]
-        ),
-        k_start=_per_worker(plan, [chunk * k.shape[1] for chunk in step.kv.chunks]),
-        k_stop=_per_worker(plan, [plan.num_keys if is_active else 0 for is_active in step.active]),
-        is_causal=plan.schedule.is_causal,
-        window=plan.window,
-        segment_ids=ids,
-    )
+    q_starts = [chunk * q.shape[1] + row for chunk, row in zip(step.q.chunks, first_rows, strict=True)]
+    k_starts = [chunk * k.shape[1] for chunk in step.kv.chunks]
+    per_worker = functools.partial(_per_worker, plan)
+    return plan.band.mask(per_worker(q_starts), per_worker(k_starts), ids, is_active=per_worker(step.active))
 
 
 def _segments(plan: Plan, ids: Int[Array, "B PT"], side: Side, operand: Operand) -> Int[Array, "B rows"]:

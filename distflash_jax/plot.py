@@ -170,8 +170,9 @@ def main(words: Iterable[str] | None = None) -> int:
         shape = Shape(
             arguments.tokens, arguments.heads, arguments.kv_heads, arguments.head_dim, window=arguments.window
         )
-        reach = schedule.reach_of(arguments.window, -(-arguments.tokens // arguments.workers))
-        table = schedule.choose(arguments.strategy, arguments.workers, kv_heads=arguments.kv_heads, reach=reach)
+        rows, first = -(-arguments.tokens // arguments.workers), arguments.window and 1 - arguments.window
+        pairs = schedule.visible_pairs(arguments.workers, rows, rows, first=first, last=0)
+        table = schedule.choose(arguments.strategy, arguments.workers, kv_heads=arguments.kv_heads, pairs=pairs)
         timeline = simulate(table, shape, MACHINES[arguments.machine], DIRECTIONS[arguments.direction])
         print(text(timeline))
         if arguments.out:

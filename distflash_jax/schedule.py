@@ -108,7 +108,7 @@ def _side(tasks: Sequence[Task | None], chunk: Callable[[Task], int], part: Call
 class Schedule:
     """A valid table: every pair that the mask can see exactly once, own chunks first, fetches partial bijections.
 
-    reach: how many chunks before its own a query sees, of all that are there if None; see `reach_of`.
+    pairs: those that the mask can see, and the diagonal; if None all that there are, or are causal. See `within`.
 
     Raises:
         ValueError: the table breaks one of these rules; the message names step and worker.
@@ -117,7 +117,7 @@ class Schedule:
     name: str
     is_causal: bool
     steps: tuple[Step, ...]
-    reach: int | None = None
+    pairs: frozenset[tuple[int, int]] | None = None
 
     def __post_init__(self):
         _check_workers_own_an_operand(self)
@@ -183,13 +183,9 @@ def _check_pairs_are_computed_once(schedule: Schedule) -> None:
     done: dict[tuple[int, int], list[Part]] = {}
     for task in (task for step in schedule.steps for task in step.tasks if task is not None):
         done.setdefault((task.q, task.kv), []).append(task.part)
-    chunks, reach = range(schedule.num_workers), schedule.reach
-    wanted = {
-        (q, kv)
-        for q in chunks
-        for kv in chunks
-        if (kv <= q or not schedule.is_causal) and (reach is None or q - kv <= reach)
-    }
+    wanted = schedule.pairs
+    if wanted is None:
+        wanted = visible_pairs(schedule.num_workers, 1, 1, last=0 if schedule.is_causal else None)
     if done.keys() != wanted:
         raise ValueError(f"missing pairs {wanted - done.keys()}, pairs that the mask hides {done.keys() - wanted}")
     for pair, parts in done.items():
@@ -272,32 +268,62 @@ def _ring_steps(num_workers: int, *, is_causal: bool) -> tuple[Step, ...]:
     )
 
 
-def reach_of(window: int | None, num_rows: int) -> int | None:
-    """How many chunks of so many rows before its own a query sees through a window of so many tokens, with itself."""
-    return None if window is None else -(-(window - 1) // num_rows)
+@functools.cache
+def visible_pairs(
+    num_workers: int,
+    rows: int,
+    keys: int,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    stop: int | None = None,
+) -> frozenset[tuple[int, int]]:
+    """(q, kv) of all chunks of so many queries and keys where a key lies from `first` to `last` tokens behind a query.
+
+    None is no limit; before a query are negative numbers. stop: the keys that there are.
+    """
+
+    def sees(q: int, kv: int) -> bool:
+        start, end = kv * keys, min((kv + 1) * keys, num_workers * keys if stop is None else stop)
+        is_after = first is None or end - 1 >= q * rows + first
+        return start < end and is_after and (last is None or start <= (q + 1) * rows - 1 + last)
+
+    return frozenset((q, kv) for q in range(num_workers) for kv in range(num_workers) if sees(q, kv))
 
 
 @functools.cache
-def within(schedule: Schedule, reach: int | None) -> Schedule:
-    """The table without the pairs, and the steps, that lie further apart than `reach` chunks.
+def within(schedule: Schedule, pairs: frozenset[tuple[int, int]] | None) -> Schedule:
+    """The table without what is neither of these pairs nor of the diagonal, and without steps of which nothing is left.
 
-    What is left is balanced where a window is short beside the sequence: all workers but the first few have as many
-    chunks before their own as it reaches.
+    That is balanced where a window is short beside the sequence: all workers but the first few have as many chunks
+    before their own as it reaches.
     """
-    if reach is None:
+    if pairs is None:
         return schedule
-    tasks = (tuple(task if task and task.q - task.kv <= reach else None for task in x.tasks) for x in schedule.steps)
-    return Schedule(schedule.name, schedule.is_causal, tuple(Step(x) for x in tasks if any(x)), reach)
+    keep = lambda task: task if task and (task.q == task.kv or (task.q, task.kv) in pairs) else None
+    tasks = [tuple(map(keep, step.tasks)) for step in schedule.steps]
+    steps = tuple(Step(x) for x in tasks if any(x))
+    diagonal = frozenset((worker, worker) for worker in range(schedule.num_workers))
+    return schedule if steps == schedule.steps else Schedule(schedule.name, schedule.is_causal, steps, pairs | diagonal)
 
 
 def choose(
-    strategy: Table, num_workers: int, *, kv_heads: int, is_causal: bool = True, reach: int | None = None
+    strategy: Table,
+    num_workers: int,
+    *,
+    kv_heads: int,
+    is_causal: bool = True,
+    pairs: frozenset[tuple[int, int]] | None = None,
 ) -> Schedule:
-    """The table of a strategy; a shared pair is cut along heads, or along rows where heads cannot be halved."""
+    """The table of a strategy, within these pairs, if given: causal if they are.
+
+    A shared pair is cut along heads, or along rows where heads cannot be halved.
+    """
+    is_causal = is_causal if pairs is None else all(kv <= q for q, kv in pairs)
     if strategy == "ring":
-        return within(ring(num_workers, is_causal=is_causal), reach)
+        return within(ring(num_workers, is_causal=is_causal), pairs)
     cut = "heads" if kv_heads % 2 == 0 else "rows"
-    return within(balanced(num_workers, is_causal=is_causal, cut=cut if strategy == "balanced" else None), reach)
+    return within(balanced(num_workers, is_causal=is_causal, cut=cut if strategy == "balanced" else None), pairs)
 
 
 def zigzag_owner(chunk: int, num_workers: int) -> int:
