@@ -79,7 +79,7 @@ def test_lengths_with_a_long_tail_fill_the_row_and_few_are_long():
     assert sum(sorted(lengths)[-20:]) > 65536 / 2 and lengths == cases.long_tailed(100, 65536)
 
 
-@pytest.mark.parametrize("name", ["balanced", attention.UNORDERED, "all_gather"])
+@pytest.mark.parametrize("name", ["balanced", attention.UNORDERED])
 def test_packed_documents_and_windows_are_measured_on_two_workers_and_on_one(name, monkeypatch, capsys):
     monkeypatch.setattr(harness, "TURN", 1e-4)
     monkeypatch.setattr(jax, "device_count", lambda: 2)

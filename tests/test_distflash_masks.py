@@ -128,7 +128,7 @@ def test_sinks_and_their_gradient_equal_dense():
         out, lse = dense.attention(q, k, v, visible, case.H**-0.5)
         return jnp.sum(dout * out * jax.nn.sigmoid(lse - sinks)[..., None])
 
-    ours = jax.grad(lambda sinks: jnp.sum(dout * attend(3, sinks=sinks)(q, k, v)[0]))(sinks)
+    ours = jax.jit(jax.grad(lambda sinks: jnp.sum(dout * attend(3, sinks=sinks)(q, k, v)[0])))(sinks)
     np.testing.assert_allclose(ours, jax.grad(exact)(sinks), rtol=1e-5)
 
 
@@ -146,31 +146,26 @@ def test_inside_a_shard_map_a_worker_gives_the_ids_of_its_chunk():
 AROUND = {"causal": False, "window": (5, 3)}
 
 
-@pytest.mark.parametrize("window", [(5, 3), (None, 4), (6, None)])
-def test_a_window_to_both_sides_equals_dense(window):
-    check(Case(T=29, N=2, B=1), 3, causal=False, window=window)
+@pytest.mark.parametrize("num_workers, window", [(3, (5, 3)), (2, (None, 4))])
+def test_a_window_to_both_sides_equals_dense(num_workers, window):
+    check(Case(T=29, N=2, B=1), num_workers, causal=False, window=window)
 
 
 @pytest.mark.parametrize(
-    "num_workers, options",
-    [
-        (2, {"window": 4, "global_tokens": 3}),
-        (3, {**AROUND, "global_tokens": 17}),
-        (2, {**AROUND, "global_tokens": 17, "strategy": "all_gather"}),
-    ],
-    ids=["causal", "more_than_a_chunk", "all_gather"],
+    "options",
+    [{"window": 4, "global_tokens": 3}, {**AROUND, "global_tokens": 17}],
+    ids=["causal", "more_than_a_chunk"],
 )
-def test_global_tokens_beside_a_window_equal_dense(num_workers, options):
-    check(Case(T=29, N=2, B=1), num_workers, **options)
+def test_global_tokens_beside_a_window_equal_dense(options):
+    check(Case(T=29, N=2, B=1), 2, **options)
 
 
-@pytest.mark.parametrize("num_workers, strategy", [(3, "balanced"), (2, "ulysses")])
-def test_prefixes_of_packed_documents_equal_dense(num_workers, strategy):
+def test_prefixes_of_packed_documents_equal_dense():
     ids = jnp.stack([documents(29, 5, 12, 9), documents(29, 29)])
-    check(Case(T=29), num_workers, strategy=strategy, segment_ids=ids, prefix_lengths=jnp.array([11, 29]))
+    check(Case(T=29, N=2), 2, segment_ids=ids, prefix_lengths=jnp.array([11, 29]))
 
 
-@pytest.mark.parametrize("T, S, offset", [(21, 40, 0), (21, 40, 19), (40, 21, 0), (40, 21, -19)])
+@pytest.mark.parametrize("T, S, offset", [(21, 40, 0), (40, 21, -19)])
 def test_causal_attention_across_lengths_is_aligned_as_is_said(T, S, offset):
     check(Case(T=T, S=S, N=2, B=1), 2, q_offset=offset)
 
