@@ -307,6 +307,15 @@ def within(schedule: Schedule, pairs: frozenset[tuple[int, int]] | None) -> Sche
     return schedule if steps == schedule.steps else Schedule(schedule.name, schedule.is_causal, steps, pairs | diagonal)
 
 
+@functools.cache
+def mirrored(schedule: Schedule) -> Schedule:
+    """The causal table with workers and chunks in reverse: each query sees what comes after it."""
+    last = schedule.num_workers - 1
+    mirror = lambda task: task and task._replace(q=last - task.q, kv=last - task.kv)
+    steps = tuple(Step(tuple(map(mirror, reversed(step.tasks)))) for step in schedule.steps)
+    return Schedule(schedule.name, False, steps, visible_pairs(schedule.num_workers, 1, 1, first=0))
+
+
 def choose(
     strategy: Table,
     num_workers: int,
@@ -315,15 +324,18 @@ def choose(
     is_causal: bool = True,
     pairs: frozenset[tuple[int, int]] | None = None,
 ) -> Schedule:
-    """The table of a strategy, within these pairs, if given: causal if they are.
+    """The table of a strategy, within these pairs, if given: causal if they are, or mirrored if no key comes before.
 
     A shared pair is cut along heads, or along rows where heads cannot be halved.
     """
-    is_causal = is_causal if pairs is None else all(kv <= q for q, kv in pairs)
+    is_mirrored = pairs is not None and num_workers > 1 and all(kv >= q for q, kv in pairs)
+    is_causal = is_causal if pairs is None else is_mirrored or all(kv <= q for q, kv in pairs)
     if strategy == "ring":
-        return within(ring(num_workers, is_causal=is_causal), pairs)
-    cut = "heads" if kv_heads % 2 == 0 else "rows"
-    return within(balanced(num_workers, is_causal=is_causal, cut=cut if strategy == "balanced" else None), pairs)
+        table = ring(num_workers, is_causal=is_causal)
+    else:
+        cut = "heads" if kv_heads % 2 == 0 else "rows"
+        table = balanced(num_workers, is_causal=is_causal, cut=cut if strategy == "balanced" else None)
+    return within(mirrored(table) if is_mirrored else table, pairs)
 
 
 def zigzag_owner(chunk: int, num_workers: int) -> int:
