@@ -54,7 +54,7 @@ def idle_share(segment_ids: np.ndarray, table: Schedule, *, groups: int = 1, acc
     return 1 - busy / (groups * table.num_workers * span) if span else 0.0
 
 
-def order_documents(rows: Sequence[Sequence[int]], table: Schedule, *, seq_len: int) -> list[np.ndarray]:
+def order_documents(rows: Sequence[Sequence[int] | np.ndarray], table: Schedule, *, seq_len: int) -> list[np.ndarray]:
     """For each row, the numbers of its documents in an order by which workers that share the rows wait little.
 
     The best of many orders, row after row, each beside what the rows before have made of the workers' tasks; the same
