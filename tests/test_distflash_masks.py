@@ -192,6 +192,23 @@ def test_prefixes_are_sharded_as_the_batch_and_global_tokens_work_inside_a_shard
     np.testing.assert_allclose(jax.jit(inside)(*oracle.inputs(case)[:3]), wanted(**options)[0], atol=1e-5)
 
 
+def test_what_is_hidden_has_a_gradient_of_exactly_zero():
+    """Of keys beyond a window, behind a query and of other documents."""
+    case = Case(T=30, B=1, N=1, K=1)
+    options = {"window": 5, "global_tokens": 2, "segment_ids": documents(30, 17, 9)[None]}
+    q, k, v, *_ = oracle.inputs(case)
+    attention = attend(3, **options)
+    gradient = jax.jit(jax.grad(lambda v, row: attention(q, k, v)[0][:, row].sum()))
+    for row in (0, 8, 16, 17, 24, 28):
+        np.testing.assert_array_equal((gradient(v, row) != 0).any(axis=(2, 3)), visible(case, **options)[:, row])
+
+
+def test_a_window_of_one_token_returns_its_value():
+    q, k, v, *_ = oracle.inputs(Case(T=12))
+    out, _ = jax.jit(attend(2, window=1))(q, k, v)
+    np.testing.assert_array_equal(out, jnp.repeat(v, 2, axis=2))
+
+
 IDS, LENGTHS = documents(12, 5, 7)[None].repeat(2, axis=0), jnp.array([4, 0])
 COMPOSED = {
     "causal": (CausalMask(), {}),
