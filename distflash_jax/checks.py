@@ -39,12 +39,14 @@ def check_mask(
     """
     if mask is None:
         causal = True if causal is None else causal
-        if isinstance(window, int) and not causal:
+        if window is not None and not isinstance(window, tuple) and not causal:
             raise ValueError(f"window={window}: needs causal=True, or must be (left, right)")
         sides = None if window is None else sides_of(window)
         mask = AttentionMask(is_causal=causal, window=sides, **others)
     elif given := [name for name, x in {"causal": causal, "window": window, **others}.items() if x is not None]:
         raise ValueError(f"{given[0]}: must be left out where mask is given, which says it all")
+    if not isinstance(mask, AttentionMask):
+        raise ValueError(f"mask: must be made by distflash_jax.masks, got {type(mask).__name__}; none is dense")
     _check_sides(mask)
     _check_lengths(mask, q.shape[1], k.shape[1])
     if mask.kv_segment_ids is not None and mask.segment_ids is None:
@@ -79,8 +81,8 @@ def _check_lengths(mask: AttentionMask, T: int, S: int) -> None:
         raise ValueError(f"q_offset={mask.q_offset}: needs causal=True or a window")
     if has_positions and T != S and mask.q_offset is None:
         raise ValueError(
-            f"q_offset=None: must be given where k, v have {S} tokens and q has {T}, with causal=True or a window: "
-            f"0 aligns the first tokens, {S - T} the last"
+            f"q_offset=None: must be given where k, v are not as long as q ({S} and {T}) with causal=True or a window: "
+            "0 aligns the first tokens, and what k, v are longer the last ones"
         )
     for name in ("global_tokens", "prefix_lengths"):
         if getattr(mask, name) is not None and (T != S or mask.q_offset):

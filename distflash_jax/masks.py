@@ -127,8 +127,9 @@ class AttentionMask:
             if self.prefix_lengths is not None:
                 seen |= k < self.prefix_lengths[:, None, None]
         if self.window is not None:
-            left, right = (S + T if x is None else x for x in self.window)
-            seen &= (k >= q - left) & (k <= q + right) | (jnp.minimum(q, k) < (self.global_tokens or 0))
+            left, right = self.window
+            is_near = (left is None or k >= q - left) & (right is None or k <= q + right)
+            seen &= is_near if self.global_tokens is None else is_near | (jnp.minimum(q, k) < self.global_tokens)
         if self.segments is not None:
             q_ids, k_ids = self.segments.q[:, :, None], self.segments.kv[:, None]
             seen &= (q_ids == k_ids) & (q_ids != 0)
@@ -201,7 +202,7 @@ def sides_of(window: Window) -> tuple[int | None, int | None]:
     Raises:
         ValueError: it is none.
     """
-    if isinstance(window, int):
+    if not isinstance(window, tuple):
         if window < 1:
             raise ValueError(f"window={window}: must be at least 1, the token itself, or None")
         return window - 1, 0
