@@ -24,7 +24,7 @@ from train import flags
 from train.flags import InputError, MeshShape, Source, StepRange, perhaps, perhaps_beside
 
 Remat = Literal["attention", "offload", "offload-all", "layer", "none"]
-Strategy = Literal["auto", "balanced", "balanced_unsplit", "ring", "ulysses", "all_gather"]
+Strategy = Literal["auto", "balanced", "balanced_unsplit", "ring", "burst", "ulysses", "all_gather"]
 Platform = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 Tracker = Literal["wandb", "trackio"]
