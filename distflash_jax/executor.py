@@ -217,8 +217,10 @@ class Passing:
         self.pieces: list[Arrays] = []
 
     def send(self, index: int, count: int) -> Arrays:
+        """This one of so many pieces, which is empty behind the last row."""
         size = -(-self.arrays[0].shape[1] // count)
-        return _send(tuple(x[:, index * size : (index + 1) * size] for x in self.arrays), self.permutation, self.axis)
+        piece = tuple(x[:, index * size : (index + 1) * size] for x in self.arrays)
+        return _send(piece, self.permutation, self.axis) if piece[0].size else piece
 
     def arrived(self) -> Arrays:
         """Whole; sent now what no table has sent."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from counting import collective_bytes, num_collectives, num_forward_launches
+from counting import collective_bytes, equations, num_collectives, num_forward_launches
 from jax.sharding import PartitionSpec as P
 from oracle import Case
 from test_distflash_attention import assert_matches, attend, make_mesh
@@ -99,6 +99,14 @@ def test_who_sends_what_is_right_around_a_kernel_that_is_quick_to_compile(
     is_causal = options.get("causal", True)
     case = Case(T=43, N=heads[0], K=heads[1], S=None if is_causal else 29, B=1, is_causal=is_causal)
     assert_matches(case, spread(strategy, workers, **options))
+
+
+def test_what_goes_between_nodes_is_sent_with_each_step_within_one(monkeypatch):
+    """k, v and q with the three steps of the diagonal before theirs, and out and lse with those of the one behind."""
+    monkeypatch.setitem(attention.IMPLEMENTATIONS, "xla", BlockAttention(fake_forward, fake_backward))
+    q = jax.ShapeDtypeStruct((1, 24, 4, 8), jnp.float32)
+    sent = [e.params for _, e in equations(jax.make_jaxpr(spread("burst", (2, 2)))(q, q, q)) if "perm" in e.params]
+    assert sum("node" in params["axis_name"] for params in sent) == 3 * (3 + 2)
 
 
 @pytest.mark.parametrize("options", [{"window": 9, "softcap": 3.0}, {"segment_ids": True}], ids=str)
