@@ -81,8 +81,8 @@ def test_every_strategy_has_the_losses_and_gradients_of_one_worker(strategy, sha
         assert max(jax.tree.leaves(difference)) < 1e-5
 
 
-def test_the_trainer_has_every_strategy_of_the_library_and_megatron():
-    assert set(get_args(Strategy)) == {*STRATEGIES, "megatron"}
+def test_strategies_of_the_trainer_are_those_of_the_library_and_megatron():
+    assert "megatron" in get_args(Strategy) and {*get_args(Strategy)} - {"megatron"} <= {*STRATEGIES}
 
 
 @functools.cache
