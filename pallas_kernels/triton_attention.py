@@ -120,7 +120,7 @@ def backward(
 ) -> Gradients:
     """(dq, dk, dv) of one query chunk against one key/value chunk, by the global lse and delta; see BlockAttention.
 
-    compute_capability, run: as of forward. blocks: of keys_backward and of rows_backward.
+    compute_capability, run: as of forward. blocks: those that differ from the table, by direction there.
 
     Raises:
         ValueError: a dtype, head dim, head count or scale that the kernels do not take.
@@ -135,7 +135,7 @@ def backward(
     rows = queries._replace(own=queries.own[:2], peer=queries.peer and queries.peer[:2])
 
     def prepare(direction: str, *results: jax.ShapeDtypeStruct) -> Launch:
-        own = blocks[direction] if blocks else None
+        own = (blocks or {}).get(direction)
         return _prepare(rows, keys, mask, scale, softcap, own, compute_capability, direction, stats, results)
 
     row_gradient = jax.ShapeDtypeStruct((B, T, queries.box.num_heads, H), dtype)

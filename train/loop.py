@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from distflash_jax import explain_strategy, overlap, schedule, which_implementation, xla_flags
 from distflash_jax.cost import MACHINES, Shape
+from distflash_jax.packing import idle_share
 from distflash_jax.timeline import Timeline, simulate
 from models import huggingface
 from train import data, distributed
@@ -27,7 +28,6 @@ from train.evaluation import Evaluation
 from train.flags import InputError, StepRange
 from train.interrupt import Interrupt
 from train.mesh import describe, make_mesh, peak_memory
-from train.packing import idle_share
 from train.plan import dry_run, explain_exhaustion, ideal_seconds
 from train.program import build_program
 from train.report import Clock, Report, say
