@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as orbax
 
@@ -162,7 +161,7 @@ class Checkpoints:
             shutil.rmtree(target, ignore_errors=True)
             target.parent.mkdir(exist_ok=True)
             (self._directory / str(step)).rename(target)
-        multihost_utils.sync_global_devices("broken checkpoints are moved away")
+        distributed.barrier("broken checkpoints are moved away")
 
 
 def _alone() -> orbax.Context:

@@ -119,6 +119,10 @@ class Config:
     """Where scalars go beside the TensorBoard files of the run-dir; each has an extra of its name."""
     profile_steps: Annotated[StepRange | None, flags.parsed(StepRange.parse, "FIRST:LAST")] = None
     """Steps to profile, both included, for `tensorboard --logdir RUN_DIR`."""
+    stuck_after: Annotated[float, flags.at_least_zero] = 60.0
+    """Seconds after which a step that does not end ends the run with exit code 13 and the stacks of its threads, and
+    five times the median step if that is longer; 60 times as many for a compilation, 30 times for a save, a restore
+    or an evaluation. 0: never."""
     seed: Annotated[int, flags.whole_or_zero] = 0
     """Decides the initial weights and the order of the data."""
     platform: Annotated[Platform, flags.choice(*get_args(Platform))] = "auto"
@@ -305,6 +309,7 @@ _MAY_CHANGE = {
     "sample_every",
     "sample_prompt",
     "log",
+    "stuck_after",
 }
 # These are not of the training; without run_dir, a run-dir can be moved.
 _NOT_SAVED = (

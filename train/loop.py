@@ -24,16 +24,18 @@ from train.checkpoint import Checkpoints
 from train.config import Config, check_run_dir, open_run_dir, run_dir_of, settings_of
 from train.decode import Samples
 from train.evaluation import Evaluation
+from train.faults import fault
 from train.flags import InputError, StepRange
 from train.interrupt import Interrupt
 from train.mesh import describe, make_mesh, peak_memory
 from train.packing import idle_share
 from train.plan import dry_run, explain_exhaustion, ideal_seconds
 from train.program import build_program
-from train.report import Clock, Report, say
+from train.report import Clock, Pace, Report, say
 from train.sharding import HEADS, bytes_per_device
 from train.sinks import Sink, TensorBoard, Tracker
 from train.step import Params, Program, TrainState
+from train.watchdog import Watchdog
 
 
 def run(config: Config, command: list[str]) -> None:
@@ -68,13 +70,14 @@ def run(config: Config, command: list[str]) -> None:
     with (
         explain_exhaustion(config, program, mesh),
         Interrupt(lambda: say("stopping after this step; a second signal leaves at once")) as interrupt,
+        Watchdog(clock, config.stuck_after),
         _open_checkpoints(run_dir, clock) as checkpoints,
     ):
         start, state = _start(config, program, checkpoints, batches, clock)
         if start >= config.steps:
             say(f"finished before: {start} of {config.steps} steps are done; a larger --steps continues")
             return
-        done = start
+        done, process = start, jax.process_index()
         with (
             Report(
                 clock,
@@ -86,24 +89,29 @@ def run(config: Config, command: list[str]) -> None:
             Profile(config.profile_steps if distributed.is_first() else None, run_dir) as profile,
         ):
             with clock.phase("compile"):
+                fault("compile", process=process)
                 take_step, evaluate = _compile(config, program, evaluation, clock)
-            while done < config.steps and not distributed.any_process(interrupt.requested):
+            pace = Pace(clock)
+            while done < config.steps and not pace.any_asks(stop=interrupt.requested):
                 done += 1
                 with profile.step(done):
                     with clock.phase("data"):
+                        fault("data", done, process)
                         rows = next(batches)
                         batch = distributed.place(rows, program.batch_sharding, shape, part)
                     with clock.phase("step"):
+                        fault("step", done, process)
                         state, metrics = take_step(state, batch)
                         metrics = jax.device_get(metrics)
                 metrics = {name: value.item() for name, value in metrics.items()}
-                report.step(done, metrics | _memory(mesh) | _idle(config, rows))
+                report.step(done, metrics | pace.metrics | _memory(mesh) | _idle(config, rows))
                 if done % config.save_every == 0:
                     with clock.phase("save"):
                         checkpoints.save(done, state, batches.position)
                 is_last = done == config.steps
                 if evaluate is not None and (is_last or done % (config.eval_every or config.steps) == 0):
                     with clock.phase("evaluate"):
+                        fault("evaluate", done, process)
                         metrics = evaluate(state)
                     report.evaluation(done, metrics)
                 if samples is not None and (is_last or done % (config.sample_every or 1) == 0):
@@ -284,7 +292,9 @@ def _start(
     config: Config, program: Program, checkpoints: Checkpoints, batches: data.Batches, clock: Clock
 ) -> tuple[int, TrainState]:
     """Returns the steps done and the state after them, with `batches` at the batch that comes next."""
-    restored = checkpoints.restore(program.state_struct)
+    with clock.phase("restore"):
+        fault("restore", process=jax.process_index())
+        restored = checkpoints.restore(program.state_struct)
     for note in checkpoints.notes:
         say(note)
     if restored is None:
