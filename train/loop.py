@@ -291,9 +291,9 @@ def _start(
         with clock.phase("compile"):
             init = program.init.lower().compile()
         return 0, init() if config.init_from is None else _imported(config.init_from, program, init)
-    step, state, batches.position = restored
-    say(f"resuming after step {step}")
-    return step, state
+    batches.position = restored.position
+    say(f"resuming after step {restored.step}: state {restored.checksum}")
+    return restored.step, restored.state
 
 
 def _imported(directory: Path, program: Program, init: Callable[[], TrainState]) -> TrainState:
