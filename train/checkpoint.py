@@ -146,7 +146,7 @@ class Checkpoints:
             orbax.checkpointables_metadata(str(path)).metadata["state"].items()
         # As in `_load_everywhere`.
         except Exception as error:
-            raise is_not_whole(_reason(error)) from error
+            raise is_not_whole(cause(error)) from error
         parts = {name.partition(".")[0] for name in struct}
         self._check_same(step, struct, {name: x for name, x in found.items() if name.partition(".")[0] in parts})
 
@@ -157,7 +157,7 @@ class Checkpoints:
                 with _PARTIAL:
                     array = orbax.load_checkpointables(str(path), {"state": wanted})["state"][name]
             except Exception as error:
-                raise is_not_whole(_reason(error)) from error
+                raise is_not_whole(cause(error)) from error
             if checksum.digests({name: array})[name] != found[name]:
                 raise is_not_whole(f"{name} is not what was saved")
             return array
@@ -205,7 +205,7 @@ class Checkpoints:
             raise
         # Orbax, TensorStore and JSON each have their own errors for damaged files, KeyError among them.
         except Exception as error:
-            reason = _reason(error)
+            reason = cause(error)
         if distributed.any_process(found is None) or found is None:
             return None, reason
         state, saved = found
@@ -277,7 +277,7 @@ def _by_name(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _reason(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """The first line of what began a chain of errors."""
     while error.__cause__ is not None:
         error = error.__cause__

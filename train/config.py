@@ -21,7 +21,7 @@ from models import config_json
 from models.config import PRESETS, LlamaConfig
 from models.rope import RopeExtension
 from train import flags
-from train.flags import InputError, MeshShape, Source, StepRange, perhaps, perhaps_beside
+from train.flags import InputError, MeshShape, SaveEvery, Source, StepRange, perhaps, perhaps_beside
 
 Remat = Literal["attention", "offload", "offload-all", "layer", "none"]
 Strategy = Literal["auto", "balanced", "balanced_unsplit", "ring", "ulysses", "all_gather"]
@@ -29,6 +29,7 @@ Platform = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 Tracker = Literal["wandb", "trackio"]
 _EIGHT_WORKERS = MeshShape(seq=8)
+_HUNDRED_STEPS = SaveEvery(steps=100)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +114,13 @@ class Config:
     """Text that samples continue; without it: the beginning of a row that is evaluated, or else trained on."""
     run_dir: Annotated[Path | None, flags.path("PATH")] = None
     """Folder of config, checkpoints, scalars and profiles; without it: runs/MODEL-HASH, by configuration."""
-    save_every: Annotated[int, flags.whole] = 100
-    """Steps between two checkpoints; the last step is always saved."""
+    save_every: Annotated[SaveEvery, flags.parsed(SaveEvery.parse, "N|TIME")] = _HUNDRED_STEPS
+    """Steps, or time such as 90s, 10m or 1h, between two checkpoints; the last step is always saved, and SIGUSR1, or a
+    file of the name SAVE in the run-dir, asks for one more."""
+    keep: Annotated[int, flags.whole] = 3
+    """Checkpoints that stay; an older one goes once a newer one is whole."""
+    checkpoint: Annotated[int | None, flags.whole] = None
+    """Step of the checkpoint to resume from, instead of the newest that is whole; newer ones are moved to later/."""
     log: Annotated[Tracker | None, flags.choice(*get_args(Tracker))] = None
     """Where scalars go beside the TensorBoard files of the run-dir; each has an extra of its name."""
     profile_steps: Annotated[StepRange | None, flags.parsed(StepRange.parse, "FIRST:LAST")] = None
@@ -298,6 +304,7 @@ def model_of(settings: dict[str, Any]) -> LlamaConfig:
 _MAY_CHANGE = {
     "steps",
     "save_every",
+    "keep",
     "profile_steps",
     "eval_data",
     "eval_every",
@@ -308,7 +315,7 @@ _MAY_CHANGE = {
 }
 # These are not of the training; without run_dir, a run-dir can be moved.
 _NOT_SAVED = (
-    *("overrides", "run_dir", "config", "print_config", "dry_run", "device_memory"),
+    *("overrides", "run_dir", "checkpoint", "config", "print_config", "dry_run", "device_memory"),
     *("coordinator", "num_processes", "process_id"),
 )
 
@@ -324,6 +331,7 @@ def _to_json(config: Config) -> dict[str, Any]:
         "tokenizer": config.tokenizer and str(config.tokenizer),
         "eval_data": config.eval_data and str(config.eval_data),
         "init_from": config.init_from and str(config.init_from),
+        "save_every": str(config.save_every),
         "profile_steps": config.profile_steps and str(config.profile_steps),
         "rope_scaling": config.overrides.rope_scaling and str(config.overrides.rope_scaling),
     }

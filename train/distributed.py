@@ -191,7 +191,12 @@ def first_alone[T](name: str, make: Callable[[], T]) -> T:
 
 def any_process(flag: bool) -> bool:
     """Whether the flag is up in any process; all of them have to ask."""
-    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+    return bool(of_all(float(flag)).any())
+
+
+def of_all(*numbers: float) -> np.ndarray:
+    """The numbers of every process, a row each; all of them have to give theirs."""
+    return np.atleast_2d(multihost_utils.process_allgather(np.array(numbers, np.float32)))
 
 
 def part_of(sharding: Sharding, shape: tuple[int, int]) -> Part:

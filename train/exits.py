@@ -14,3 +14,11 @@ class Exit(enum.IntEnum):
     NOT_DETERMINISTIC = 5
     PEER_LOST = 6
     STUCK = 13
+
+
+class Stop(Exception):  # noqa: N818
+    """Ends a run with an exit code of its own; the message is one line: what happened, and what to do."""
+
+    def __init__(self, code: Exit, message: str) -> None:
+        super().__init__(message)
+        self.code = code

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from train.config import parse, settings_of
+from train.exits import Stop
 from train.flags import InputError
 
 
@@ -25,6 +26,9 @@ def main(arguments: Sequence[str]) -> int:
         # One line also where a value, such as the name of a file, has more.
         print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
         return 2
+    except Stop as stop:
+        print("error:", stop, file=sys.stderr)
+        return stop.code
     except KeyboardInterrupt:
         return 130
     return 0

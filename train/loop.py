@@ -24,13 +24,15 @@ from train.checkpoint import Checkpoints
 from train.config import Config, check_run_dir, open_run_dir, run_dir_of, settings_of
 from train.decode import Samples
 from train.evaluation import Evaluation
-from train.flags import InputError, StepRange
+from train.faults import fault
+from train.flags import InputError, StepRange, without
 from train.interrupt import Interrupt
 from train.mesh import describe, make_mesh, peak_memory
 from train.packing import idle_share
 from train.plan import dry_run, explain_exhaustion, ideal_seconds
 from train.program import build_program
 from train.report import Clock, Report, say
+from train.saving import Saver
 from train.sharding import HEADS, bytes_per_device
 from train.sinks import Sink, TensorBoard, Tracker
 from train.step import Params, Program, TrainState
@@ -67,14 +69,17 @@ def run(config: Config, command: list[str]) -> None:
     say(f"state     {size / 2**20:,.1f} MiB of parameters and optimizer on a device, one part of {parts:.2f}")
     with (
         explain_exhaustion(config, program, mesh),
-        Interrupt(lambda: say("stopping after this step; a second signal leaves at once")) as interrupt,
-        _open_checkpoints(run_dir, clock) as checkpoints,
+        Interrupt(
+            lambda: say("stopping after this step; a second signal leaves at once"),
+            run_dir / "SAVE" if distributed.is_first() else None,
+        ) as interrupt,
+        contextlib.closing(Checkpoints(run_dir / "checkpoints", keep=config.keep)) as checkpoints,
     ):
         start, state = _start(config, program, checkpoints, batches, clock)
         if start >= config.steps:
             say(f"finished before: {start} of {config.steps} steps are done; a larger --steps continues")
             return
-        done = start
+        done, saver = start, Saver(checkpoints, config.save_every, interrupt, clock, step=start)
         with (
             Report(
                 clock,
@@ -87,8 +92,10 @@ def run(config: Config, command: list[str]) -> None:
         ):
             with clock.phase("compile"):
                 take_step, evaluate = _compile(config, program, evaluation, clock)
-            while done < config.steps and not distributed.any_process(interrupt.requested):
+            stop = saver.after_step(done, state, batches.position)
+            while done < config.steps and not stop:
                 done += 1
+                fault("step", done, jax.process_index())
                 with profile.step(done):
                     with clock.phase("data"):
                         rows = next(batches)
@@ -98,9 +105,7 @@ def run(config: Config, command: list[str]) -> None:
                         metrics = jax.device_get(metrics)
                 metrics = {name: value.item() for name, value in metrics.items()}
                 report.step(done, metrics | _memory(mesh) | _idle(config, rows))
-                if done % config.save_every == 0:
-                    with clock.phase("save"):
-                        checkpoints.save(done, state, batches.position)
+                stop = saver.after_step(done, state, batches.position)
                 is_last = done == config.steps
                 if evaluate is not None and (is_last or done % (config.eval_every or config.steps) == 0):
                     with clock.phase("evaluate"):
@@ -110,10 +115,8 @@ def run(config: Config, command: list[str]) -> None:
                     with clock.phase("evaluate"):
                         text = samples(state.params)
                     report.sample(done, text)
-        if done > start and done % config.save_every != 0:
-            with clock.phase("save"):
-                checkpoints.save(done, state, batches.position)
-    _conclude(report, done, config, run_dir, command)
+        saver.finish(done, state, batches.position)
+    _conclude(report, done, config, run_dir, without(command, "--checkpoint"))
     if memory := _memory(mesh):
         say(f"memory    {memory['peak_memory_gib']:.2f} GiB at most on a device; --dry-run tells what for")
     _tell_of_time(clock, run_dir, steps=(start + 1, done))
@@ -270,21 +273,11 @@ def _strategy(config: Config, mesh: Mesh) -> str:
     return f"auto: {explain_strategy(q, k, mesh=mesh, spec=HEADS).chosen}"
 
 
-@contextlib.contextmanager
-def _open_checkpoints(run_dir: Path, clock: Clock) -> Iterator[Checkpoints]:
-    checkpoints = Checkpoints(run_dir / "checkpoints")
-    try:
-        yield checkpoints
-    finally:
-        with clock.phase("save"):
-            checkpoints.close()
-
-
 def _start(
     config: Config, program: Program, checkpoints: Checkpoints, batches: data.Batches, clock: Clock
 ) -> tuple[int, TrainState]:
     """Returns the steps done and the state after them, with `batches` at the batch that comes next."""
-    restored = checkpoints.restore(program.state_struct)
+    restored = checkpoints.restore(program.state_struct, step=config.checkpoint)
     for note in checkpoints.notes:
         say(note)
     if restored is None:
