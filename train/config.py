@@ -121,6 +121,9 @@ class Config:
     """Checkpoints that stay; an older one goes once a newer one is whole."""
     checkpoint: Annotated[int | None, flags.whole] = None
     """Step of the checkpoint to resume from, instead of the newest that is whole; newer ones are moved to later/."""
+    accept: Annotated[tuple[str, ...], flags.parsed(lambda word: tuple(word.split(",")), "NAME,NAME")] = ()
+    """Settings that may be others than those with which the run in the run-dir began, such as lr,clip-norm; data and
+    tokenizer also where their content has changed."""
     log: Annotated[Tracker | None, flags.choice(*get_args(Tracker))] = None
     """Where scalars go beside the TensorBoard files of the run-dir; each has an extra of its name."""
     profile_steps: Annotated[StepRange | None, flags.parsed(StepRange.parse, "FIRST:LAST")] = None
@@ -180,6 +183,9 @@ class Config:
                 raise InputError(f"{flag} {path}: a file or folder that exists{perhaps_beside(path)}")
         self._check_evaluation()
         self._check_processes()
+        for name in self.accept:
+            if name not in (allowed := {flags.flag_name(name)[2:] for name in _names()}):
+                raise InputError(f"--accept {name}: names of settings{perhaps(name, allowed)}")
         if self.sample_prompt is not None and self.sample_every is None:
             raise InputError(f"--sample-prompt {self.sample_prompt}: with --sample-every N")
         if self.run_dir is not None and self.run_dir.exists() and not self.run_dir.is_dir():
@@ -313,9 +319,12 @@ _MAY_CHANGE = {
     "sample_prompt",
     "log",
 }
+# How a step is computed, not what: another one goes on with the same batches, and the same losses up to rounding. The
+# default run-dir tells them apart nevertheless.
+_MAY_CHANGE_ON_RESUME = _MAY_CHANGE | {"mesh", "remat", "strategy", "accumulate", "platform"}
 # These are not of the training; without run_dir, a run-dir can be moved.
 _NOT_SAVED = (
-    *("overrides", "run_dir", "checkpoint", "config", "print_config", "dry_run", "device_memory"),
+    *("overrides", "run_dir", "checkpoint", "accept", "config", "print_config", "dry_run", "device_memory"),
     *("coordinator", "num_processes", "process_id"),
 )
 
@@ -377,13 +386,16 @@ def check_run_dir(config: Config, *, is_first: bool = True) -> None:
         ) from None
     if saved.get("origin") != settings["origin"] and saved.get("init_from") == settings["init_from"]:
         raise InputError(f"--init-from {config.init_from}: the config.json with which the run in {run_dir} began")
+    accepted = _MAY_CHANGE_ON_RESUME | {name.replace("-", "_") for name in config.accept} | {"origin"}
     changed = [
-        f"{flags.flag_name(name)} was {saved.get(name)} and is {settings.get(name)}"
-        for name in sorted((saved.keys() | settings.keys()) - _MAY_CHANGE - {"origin"})
-        if saved.get(name) != settings.get(name)
+        name for name in sorted((saved.keys() | settings.keys()) - accepted) if saved.get(name) != settings.get(name)
     ]
     if changed:
-        raise InputError(f"--run-dir {run_dir}: a folder of the same configuration; {', '.join(changed)}")
+        words = [f"{flags.flag_name(name)} was {saved.get(name)} and is {settings.get(name)}" for name in changed]
+        names = ",".join(flags.flag_name(name)[2:] for name in changed)
+        raise InputError(
+            f"--run-dir {run_dir}: a folder of the same configuration; {', '.join(words)}; --accept {names} goes on so"
+        )
 
 
 def open_run_dir(config: Config, *, is_first: bool = True) -> Path:

@@ -27,6 +27,7 @@ from train.evaluation import Evaluation
 from train.faults import fault
 from train.flags import InputError, StepRange, without
 from train.interrupt import Interrupt
+from train.lock import locked
 from train.mesh import describe, make_mesh, peak_memory
 from train.packing import idle_share
 from train.plan import dry_run, explain_exhaustion, ideal_seconds
@@ -53,14 +54,29 @@ def run(config: Config, command: list[str]) -> None:
     if config.dry_run:
         print(dry_run(config, mesh))
         return
-    distributed.first_alone("check", lambda: check_run_dir(config) if distributed.is_first() else None)
+    with contextlib.ExitStack() as stack:
+
+        def enter() -> None:
+            if distributed.is_first():
+                check_run_dir(config)
+                stack.enter_context(locked(run_dir_of(config), say))
+
+        distributed.first_alone("check", enter)
+        _train(config, mesh, clock, command)
+
+
+def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None:
+    """A run in a run-dir that is this one's alone."""
     with clock.phase("data"):
         opened = distributed.first_alone("data", lambda: data.open_data(config, cache=run_dir_of(config) / "tokens"))
         evaluation = _make_evaluation(config, opened)
     program = build_program(config, mesh)
     shape = (config.batch_size, config.seq_len)
     part = distributed.part_of(program.batch_sharding, shape)
-    batches = data.Batches(opened.training, batch_size=config.batch_size, seed=config.seed, part=part)
+    tokenizer = opened.tokenizer and opened.tokenizer.fingerprint
+    batches = data.Batches(
+        opened.training, batch_size=config.batch_size, seed=config.seed, part=part, tokenizer=tokenizer
+    )
     samples = Samples(config, mesh, opened) if config.sample_every else None
     run_dir = distributed.first_alone("run-dir", lambda: open_run_dir(config, is_first=distributed.is_first()))
     _introduce(config, mesh, opened, evaluation, run_dir)
@@ -116,7 +132,7 @@ def run(config: Config, command: list[str]) -> None:
                         text = samples(state.params)
                     report.sample(done, text)
         saver.finish(done, state, batches.position)
-    _conclude(report, done, config, run_dir, without(command, "--checkpoint"))
+    _conclude(report, done, config, run_dir, without(command, "--checkpoint", "--accept"))
     if memory := _memory(mesh):
         say(f"memory    {memory['peak_memory_gib']:.2f} GiB at most on a device; --dry-run tells what for")
     _tell_of_time(clock, run_dir, steps=(start + 1, done))
@@ -284,7 +300,7 @@ def _start(
         with clock.phase("compile"):
             init = program.init.lower().compile()
         return 0, init() if config.init_from is None else _imported(config.init_from, program, init)
-    batches.position = restored.position
+    batches.seek(restored.position, accepted=config.accept)
     say(f"resuming after step {restored.step}: state {restored.checksum}")
     return restored.step, restored.state
 
