@@ -20,9 +20,9 @@ def test_a_second_run_is_told_who_has_the_run_dir_and_may_have_it_afterwards(tmp
 
 def test_the_lock_of_a_process_that_was_killed_is_nobodys(tmp_path):
     script = (
-        f"from train.lock import locked\nwith locked(__import__('pathlib').Path({str(tmp_path)!r}), print): input()"
+        "import pathlib, sys\nfrom train.lock import locked\nwith locked(pathlib.Path(sys.argv[1]), print): input()"
     )
-    child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE)
     while not (tmp_path / "lock").exists() or not (tmp_path / "lock").read_text():
         assert child.poll() is None
     with pytest.raises(InputError, match=f"process {child.pid} on"), locked(tmp_path, print):

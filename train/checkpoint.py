@@ -3,10 +3,12 @@
 import concurrent.futures
 import contextlib
 import json
+import logging
 import shutil
+import sys
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,6 +184,8 @@ class Checkpoints:
 
     def _delete_old(self) -> None:
         """Under another name first: a folder that is deleted in part could be taken for a checkpoint."""
+        for path in self._directory.glob(f"*{_TEMPORARY}*"):  # of saves that failed
+            shutil.rmtree(path, ignore_errors=True)
         for old in self._steps()[self._keep :]:
             target = self._directory / f"{old}{_DELETED}"
             with contextlib.suppress(OSError):
@@ -242,6 +246,20 @@ class Checkpoints:
             (self._directory / str(step)).rename(target)
         if steps:
             multihost_utils.sync_global_devices("checkpoints are moved away")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps from stderr what Orbax, asyncio and TensorStore print at length of errors that a run tells in one line."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    shown = sys.unraisablehook
+    # Of each array after the first that failed, as Orbax has closed the loop by then.
+    sys.unraisablehook = lambda found: None if str(found.exc_value) == "Event loop is closed" else shown(found)
+    try:
+        yield
+    finally:
+        sys.unraisablehook = shown
 
 
 def _sealed(content: dict[str, Any]) -> dict[str, Any]:

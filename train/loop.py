@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import logging
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from distflash_jax.cost import MACHINES, Shape
 from distflash_jax.timeline import Timeline, simulate
 from models import huggingface
 from train import data, distributed
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, quiet
 from train.config import Config, check_run_dir, open_run_dir, run_dir_of, settings_of
 from train.decode import Samples
 from train.evaluation import Evaluation
@@ -45,8 +44,6 @@ def run(config: Config, command: list[str]) -> None:
     With `config.dry_run` it prints what a step needs, and that is all.
     """
     clock = Clock()
-    # Orbax logs at length what `Checkpoints.notes` says in a line.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
     flags = xla_flags.choose(num_processes=distributed.num_processes())
     xla_flags.apply(flags | (xla_flags.PROFILING if config.profile_steps is not None else {}))
     mesh = make_mesh(config.mesh, config.platform)
@@ -54,7 +51,7 @@ def run(config: Config, command: list[str]) -> None:
     if config.dry_run:
         print(dry_run(config, mesh))
         return
-    with contextlib.ExitStack() as stack:
+    with quiet(), contextlib.ExitStack() as stack:
 
         def enter() -> None:
             if distributed.is_first():
@@ -328,7 +325,7 @@ def _tell_of_time(clock: Clock, run_dir: Path, *, steps: tuple[int, int]) -> Non
     total = sum(spent.values()) / 1e9
     say(f"time      {total:.1f} s: " + ", ".join(f"{phase} {part:.1f}" for phase, part in seconds.items()))
     if distributed.is_first():
-        with (run_dir / "time.jsonl").open("a") as file:
+        with contextlib.suppress(OSError), (run_dir / "time.jsonl").open("a") as file:
             file.write(json.dumps({"first_step": steps[0], "last_step": steps[1], "total": total, **seconds}) + "\n")
 
 
