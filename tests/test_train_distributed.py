@@ -245,13 +245,13 @@ with joined(Job("localhost:" + port, 2, process_id)):
     checkpoints = Checkpoints(folder)
     for step in (1, 2):
         checkpoints.save(step, make(step), {"step": step})
-    checkpoints.close()
+        checkpoints.pending.result()
     if is_first():
         (data,) = (folder / "2" / "state" / "ocdbt.process_1" / "d").iterdir()
         data.write_bytes(data.read_bytes()[:100])
     multihost_utils.sync_global_devices("damaged")
     checkpoints = Checkpoints(folder)
-    step, state, position = checkpoints.restore(jax.eval_shape(make, 0))
+    step, state, position, _ = checkpoints.restore(jax.eval_shape(make, 0))
     own, expected = (x.addressable_data(0) for x in (state["x"], make(step)["x"]))
     print(step, position, bool((own == expected).all()), checkpoints.notes)
 """

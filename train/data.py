@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +23,8 @@ from train.tokenizer import ByteTokenizer, Encoded, Tokenizer, load_tokenizer
 
 _CHECKED_AT_ONCE = 2**24
 _SECONDS_BETWEEN_NOTES = 5
+# First batches whose numbers of rows tell one order from another.
+_COMPARED = 4
 # Counts the changes of what `load` makes of the same files and tokenizer.
 _CACHE_VERSION = 2
 _BYTES = ByteTokenizer()
@@ -40,6 +42,13 @@ class Tokens:
     source: str
     checksum: int
     starts: np.ndarray | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells it from another stream, and a reader how."""
+        documents = "" if self.starts is None else f" in {len(self.starts):,} documents"
+        borders = 0 if self.starts is None else zlib.crc32(np.asarray(self.starts, "<i8").tobytes())
+        return f"{len(self.values):,} tokens{documents}, {self.checksum:08x}-{borders:08x}"
 
 
 def load(
@@ -167,13 +176,29 @@ class Batches:
     Args:
       part: rows and columns of each batch that are read and given, those of this process; its order and
         position are those of whole batches.
+      tokenizer: the fingerprint of what made the tokens.
     """
 
-    def __init__(self, shares: Sequence[Share], *, batch_size: int, seed: int, part: Part = WHOLE) -> None:
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        *,
+        batch_size: int,
+        seed: int,
+        part: Part = WHOLE,
+        tokenizer: str | None = None,
+    ) -> None:
         self._shares = shares
         self._part = part
         numbers = [_numbers(i, len(share.rows), seed + i) for i, share in enumerate(shares)]
-        batches = _mix(shares, numbers).batch(batch_size, drop_remainder=True).map(self._read)
+        batches = _mix(shares, numbers).batch(batch_size, drop_remainder=True)
+        first = b"".join(np.asarray(batches[i], "<i8").tobytes() for i in range(_COMPARED))
+        self._fingerprint = {
+            "sources": [share.tokens.fingerprint for share in shares],
+            "tokenizer": tokenizer,
+            "order": zlib.crc32(first),
+        }
+        batches = batches.map(self._read)
         self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
 
     def _read(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
@@ -187,17 +212,34 @@ class Batches:
 
     @property
     def position(self) -> dict[str, Any]:
-        return {
-            "checksum": [share.tokens.checksum for share in self._shares],
-            "iterator": self._iterator.get_state(),
-        }
+        """Where it stands, and in what."""
+        return self._fingerprint | {"iterator": self._iterator.get_state()}
 
-    @position.setter
-    def position(self, position: dict[str, Any]) -> None:
-        for share, checksum in zip(self._shares, position["checksum"], strict=True):
-            if checksum != share.tokens.checksum:
+    def seek(self, position: dict[str, Any], *, accepted: Container[str] = ()) -> None:
+        """Goes to a position, in the data and the order of which it is.
+
+        Args:
+          accepted: of `data` and `tokenizer`, what may have changed.
+
+        Raises:
+          InputError: something else has changed.
+        """
+        ours, theirs = self._fingerprint, position
+        if ours["tokenizer"] != theirs["tokenizer"] and not ("tokenizer" in accepted or "data" in accepted):
+            raise InputError(
+                "--tokenizer: that of the checkpoint, but its content has changed since; --accept tokenizer goes on so"
+            )
+        if "data" not in accepted:
+            for share, kept in zip(self._shares, theirs["sources"], strict=True):
+                if (found := share.tokens.fingerprint) != kept:
+                    raise InputError(
+                        f"--data {share.tokens.source}: the data of the checkpoint, but its content has changed since "
+                        f"({found} instead of {kept}); --accept data goes on so"
+                    )
+            if ours["order"] != theirs["order"]:
                 raise InputError(
-                    f"--data {share.tokens.source}: the data of the checkpoint, but its content has changed since"
+                    "--data: rows in the order of the checkpoint, which another version of grain, or a setting that "
+                    "was accepted, has changed; --accept data goes on so"
                 )
         self._iterator.set_state(position["iterator"])
 

@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from train.config import Config
-from train.exits import Exit, StopError, one_line, tell
+from train.exits import Exit, Stop, one_line, tell
 from train.flags import InputError
 
 _MEETING_SECONDS = 300
@@ -244,7 +244,7 @@ def barrier(name: str, seconds: float = _BARRIER_SECONDS) -> None:
     """Waits until every process is here.
 
     Raises:
-      StopError: not all came in time; names those that are missing.
+      Stop: not all came in time; names those that are missing.
     """
     client = global_state.client
     if client is None:
@@ -256,7 +256,7 @@ def barrier(name: str, seconds: float = _BARRIER_SECONDS) -> None:
             hosts = dict(client.key_value_dir_get("host/"))
             missing = ", ".join(f"process {i} ({hosts[f'host/{i}']})" for i in found[1].split())
             message = f"{name}: {missing} did not come within {seconds:g} s; {_RESUMES}"
-            raise StopError(Exit.PEER_LOST, message) from None
+            raise Stop(Exit.PEER_LOST, message) from None
         raise
 
 

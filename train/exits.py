@@ -22,7 +22,7 @@ class Exit(enum.IntEnum):
     STUCK = 13
 
 
-class StopError(Exception):
+class Stop(Exception):  # noqa: N818
     """Ends a run with an exit code of its own; the message is one line: what happened, and what to do."""
 
     def __init__(self, code: Exit, message: str) -> None:
@@ -39,7 +39,7 @@ def tell(error: BaseException) -> int:
             return 130
         case InputError():
             code, text = Exit.BAD_INPUT, f"error: {one_line(error)}"
-        case StopError():
+        case Stop():
             code, text = error.code, f"error: {one_line(error)}"
         case _:
             code, text = Exit.ERROR, redact("".join(traceback.format_exception(error)).rstrip())
@@ -50,7 +50,7 @@ def tell(error: BaseException) -> int:
 def one_line(error: BaseException) -> str:
     """The message of an error, which those that are not of ours begin with their class."""
     message = " ".join(str(error).splitlines())
-    return redact(message if isinstance(error, InputError | StopError) else f"{type(error).__name__}: {message[:200]}")
+    return redact(message if isinstance(error, InputError | Stop) else f"{type(error).__name__}: {message[:200]}")
 
 
 def redact(text: str) -> str:

@@ -64,30 +64,30 @@ class Clock:
 
 
 class Pace:
-    """What the processes of a run tell each other before each step: who asks for a stop, and who is slow.
+    """What the processes of a run tell each other between steps: what each of them asks for, and which is slow.
 
     All devices take a step together, so a process shows itself in what it does alone, outside of the phases step and
-    wait. `metrics` has the seconds of that, since the last step, over the processes, and the number of the slowest.
+    wait. `metrics` has the seconds of that, since they last asked, over the processes, and the number of the slowest.
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self.clock = clock
         self._told = self._own_seconds()
         self.metrics: dict[str, float] = {}
 
-    def any_asks(self, stop: bool) -> bool:
-        """Whether any process asks for a stop; all of them have to ask."""
+    def any_of(self, *flags: bool) -> list[bool]:
+        """Whether each flag is up in any process; all of them have to ask."""
         told, self._told = self._told, self._own_seconds()
-        with self._clock.phase("wait"):
-            stops, seconds = distributed.of_all(stop, self._told - told).T
+        with self.clock.phase("wait"):
+            *raised, seconds = distributed.of_all(*flags, self._told - told).T
         if len(seconds) > 1:
             values = {"min": seconds.min(), "median": np.median(seconds), "max": seconds.max()}
             self.metrics = {f"own_seconds_{name}": float(value) for name, value in values.items()}
             self.metrics["slowest_process"] = int(seconds.argmax())
-        return bool(stops.any())
+        return [bool(column.any()) for column in raised]
 
     def _own_seconds(self) -> float:
-        return sum(part for phase, part in self._clock.spent.items() if phase not in ("step", "wait")) / 1e9
+        return sum(part for phase, part in self.clock.spent.items() if phase not in ("step", "wait")) / 1e9
 
 
 class Report:

@@ -37,6 +37,7 @@ class ByteTokenizer:
     """One token a byte, and SEPARATOR between documents; attributes and methods as those of a FileTokenizer."""
 
     def __init__(self) -> None:
+        self.fingerprint = "bytes"
         self.vocab_size = SEPARATOR + 1
         self.start: frozenset[int] = frozenset()
         self.end = frozenset({SEPARATOR})

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Self
 
 from train.distributed import leave
-from train.exits import Exit, StopError
+from train.exits import Exit, Stop
 from train.report import Clock, Phase
 
 # How much longer than a step may other phases take; the first step also starts the links between the devices.
@@ -28,7 +28,7 @@ class Watchdog:
     """
 
     def __init__(
-        self, clock: Clock, seconds: float, *, tick: float = 1.0, end: Callable[[StopError], object] = leave
+        self, clock: Clock, seconds: float, *, tick: float = 1.0, end: Callable[[Stop], object] = leave
     ) -> None:
         self._clock = clock
         self._seconds = seconds
@@ -64,5 +64,5 @@ class Watchdog:
                     f"stuck for {waited:.0f} s in the phase {phase}, where {self.limit(phase):.0f} s are allowed "
                     "(--stuck-after); it wrote the stacks of its threads to stderr"
                 )
-                self._end(StopError(Exit.STUCK, message))
+                self._end(Stop(Exit.STUCK, message))
                 return
