@@ -128,6 +128,8 @@ class Config:
     """Where scalars go beside the TensorBoard files of the run-dir; each has an extra of its name."""
     profile_steps: Annotated[StepRange | None, flags.parsed(StepRange.parse, "FIRST:LAST")] = None
     """Steps to profile, both included, for `tensorboard --logdir RUN_DIR`."""
+    max_bad_steps: Annotated[int, flags.whole] = 3
+    """Steps in a row without a finite loss and gradient, which change nothing, that end the run with exit code 4."""
     stuck_after: Annotated[float, flags.at_least_zero] = 60.0
     """Seconds after which a step that does not end ends the run with exit code 13 and the stacks of its threads, and
     five times the median step if that is longer; 60 times as many for a compilation, 30 times for a save, a restore
@@ -323,6 +325,7 @@ _MAY_CHANGE = {
     "sample_prompt",
     "log",
     "stuck_after",
+    "max_bad_steps",
 }
 # How a step is computed, not what: another one goes on with the same batches, and the same losses up to rounding. The
 # default run-dir tells them apart nevertheless.

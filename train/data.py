@@ -126,7 +126,7 @@ class Rows:
         return whole + (rest > 1)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        start = (index if self.chosen is None else int(self.chosen[index])) * self.seq_len
+        start = self.number(index) * self.seq_len
         piece = np.asarray(self.values[start : start + self.seq_len], np.int32)
         is_read_only = piece < 0
         tokens = np.zeros(self.seq_len, np.int32)
@@ -143,6 +143,10 @@ class Rows:
             row["segment_ids"] = np.zeros(self.seq_len, np.int32)
             row["segment_ids"][: len(piece)] = 1 + np.cumsum(begins)
         return row
+
+    def number(self, index: int) -> int:
+        """Where a row stands in the stream, from 0."""
+        return int(index if self.chosen is None else self.chosen[index])
 
     def split(self, fraction: float, seed: int) -> tuple["Rows", "Rows"]:
         """Returns (kept, held out): the seed and a row's number alone decide where it belongs.
@@ -205,10 +209,19 @@ class Batches:
         """This process's part of the batch of these (source, row) pairs."""
         rows, columns = self._part
         read = [self._shares[source].rows[row] for source, row in numbers[rows]]
-        return {name: np.stack([row[name][columns] for row in read]) for name in read[0]}
+        return {name: np.stack([row[name][columns] for row in read]) for name in read[0]} | {"numbers": numbers}
 
     def __next__(self) -> dict[str, np.ndarray]:
-        return next(self._iterator)
+        batch = next(self._iterator)
+        self._numbers = batch.pop("numbers")
+        return batch
+
+    @property
+    def last(self) -> str:
+        """The rows of the batch that was given last, in the parts of all processes, by number and source."""
+        rows = [[share.rows.number(row) for i, row in self._numbers if i == j] for j, share in enumerate(self._shares)]
+        named = [(share.tokens.source, numbers) for share, numbers in zip(self._shares, rows, strict=True) if numbers]
+        return " and ".join(f"rows {', '.join(map(str, numbers))} of {source}" for source, numbers in named)
 
     @property
     def position(self) -> dict[str, Any]:

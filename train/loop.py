@@ -20,6 +20,7 @@ from distflash_jax.timeline import Timeline, simulate
 from models import huggingface
 from train import data, distributed
 from train.checkpoint import Checkpoints, quiet
+from train.checks import BadSteps
 from train.config import Config, check_run_dir, open_run_dir, run_dir_of, settings_of
 from train.decode import Samples
 from train.evaluation import Evaluation
@@ -95,6 +96,7 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
             say(f"finished before: {start} of {config.steps} steps are done; a larger --steps continues")
             return
         done, pace, process = start, Pace(clock), jax.process_index()
+        bad_steps = BadSteps(config.max_bad_steps)
         saver = Saver(checkpoints, config.save_every, interrupt, pace, step=start)
         with (
             Report(
@@ -122,6 +124,7 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
                         state, metrics = take_step(state, batch)
                         metrics = jax.device_get(metrics)
                 metrics = {name: value.item() for name, value in metrics.items()}
+                bad_steps.check(done, metrics, batches.last)
                 report.step(done, metrics | pace.metrics | _memory(mesh) | _idle(config, rows))
                 stop = saver.after_step(done, state, batches.position)
                 is_last = done == config.steps

@@ -146,7 +146,8 @@ class Report:
         seconds = data_seconds + step_seconds
         self._seconds.append(seconds)
         self.speeds.append(metrics["num_tokens"] / seconds)
-        self.losses.append(metrics["loss"])
+        if math.isfinite(metrics["loss"]):
+            self.losses.append(metrics["loss"])
         left = (self._num_steps - step) * statistics.median(self._seconds)
         metrics = {"loss": metrics["loss"], "tokens_per_second": self.speeds[-1]} | metrics
         metrics |= {"step_seconds": step_seconds, "data_seconds": data_seconds}
