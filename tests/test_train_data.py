@@ -94,7 +94,7 @@ def test_a_batch_is_named_by_its_rows_in_the_sources_though_only_a_part_is_read(
         named = [f"{(first - 100 * (first >= 100)) // 4}" for first in sorted(firsts, key=lambda first: first >= 100)]
         for _ in range(3):
             next(batches)
-        here, there = ([name for name in named[half]] for half in (slice(0, 2), slice(2, 4)))
+        here, there = (named[half] for half in (slice(0, 2), slice(2, 4)))
         assert batches.last == f"rows {', '.join(here)} of here and rows {', '.join(there)} of here"
 
 

@@ -128,6 +128,11 @@ class Config:
     """Where scalars go beside the TensorBoard files of the run-dir; each has an extra of its name."""
     profile_steps: Annotated[StepRange | None, flags.parsed(StepRange.parse, "FIRST:LAST")] = None
     """Steps to profile, both included, for `tensorboard --logdir RUN_DIR`."""
+    deterministic: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """The same bits in every run on the same devices, at some cost on GPUs; on CPUs it is so anyway."""
+    check_determinism: Annotated[int | None, flags.whole] = None
+    """Steps between two that are taken twice and compared bit by bit, the copies on all devices too; a difference ends
+    the run with exit code 5. On GPUs with --deterministic."""
     max_bad_steps: Annotated[int, flags.whole] = 3
     """Steps in a row without a finite loss and gradient, which change nothing, that end the run with exit code 4."""
     stuck_after: Annotated[float, flags.at_least_zero] = 60.0
@@ -326,10 +331,11 @@ _MAY_CHANGE = {
     "log",
     "stuck_after",
     "max_bad_steps",
+    "check_determinism",
 }
 # How a step is computed, not what: another one goes on with the same batches, and the same losses up to rounding. The
 # default run-dir tells them apart nevertheless.
-_MAY_CHANGE_ON_RESUME = _MAY_CHANGE | {"mesh", "remat", "strategy", "accumulate", "platform"}
+_MAY_CHANGE_ON_RESUME = _MAY_CHANGE | {"mesh", "remat", "strategy", "accumulate", "platform", "deterministic"}
 # These are not of the training; without run_dir, a run-dir can be moved.
 _NOT_SAVED = (
     *("overrides", "run_dir", "checkpoint", "accept", "config", "print_config", "dry_run", "device_memory"),

@@ -19,8 +19,8 @@ from distflash_jax.cost import MACHINES, Shape
 from distflash_jax.timeline import Timeline, simulate
 from models import huggingface
 from train import data, distributed
-from train.checkpoint import Checkpoints, quiet
-from train.checks import BadSteps
+from train.checkpoint import Checkpoints, by_name, quiet
+from train.checks import BadSteps, checked
 from train.config import Config, check_run_dir, open_run_dir, run_dir_of, settings_of
 from train.decode import Samples
 from train.evaluation import Evaluation
@@ -48,6 +48,7 @@ def run(config: Config, command: list[str]) -> None:
     clock = Clock()
     flags = xla_flags.choose(num_processes=distributed.num_processes())
     xla_flags.apply(flags | (xla_flags.PROFILING if config.profile_steps is not None else {}))
+    xla_flags.apply(xla_flags.DETERMINISTIC if config.deterministic else {})
     mesh = make_mesh(config.mesh, config.platform)
     config = _resolve(config, mesh)
     if config.dry_run:
@@ -121,7 +122,7 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
                         rows = next(batches)
                         batch = distributed.place(rows, program.batch_sharding, shape, part)
                     with clock.phase("step"):
-                        state, metrics = take_step(state, batch)
+                        state, metrics = take_step(done, state, batch)
                         metrics = jax.device_get(metrics)
                 metrics = {name: value.item() for name, value in metrics.items()}
                 bad_steps.check(done, metrics, batches.last)
@@ -200,11 +201,14 @@ def _make_evaluation(config: Config, opened: data.Data) -> Evaluation | None:
 def _compile(
     config: Config, program: Program, evaluation: Evaluation | None, clock: Clock
 ) -> tuple[Callable, Callable[[TrainState], dict[str, float]] | None]:
-    """The step, compiled ahead, and the evaluation of a state if there is one, which compiles as it meets a shape."""
+    """(number, state, batch) -> the step, compiled ahead; and the evaluation of a state if there is one, which compiles
+    as it meets a shape.
+    """
     batch = program.batch_struct(config.batch_size, config.seq_len)
-    step = program.step.lower(program.state_struct, batch).compile()
+    compiled_step = program.step.lower(program.state_struct, batch).compile()
+    step = checked(compiled_step, config.check_determinism, by_name)
     if config.platform == "cuda" and config.mesh.seq > 1:
-        _tell_of_exposed(step.as_text())
+        _tell_of_exposed(compiled_step.as_text())
     if evaluation is None:
         return step, None
     compiled: dict[tuple[int, ...], Callable] = {}
