@@ -94,6 +94,8 @@ class Config:
     several, samples are drawn in proportion to the weights. Lines and rows hold a text, or messages, or prompt
     and completion, of which the answers alone are learned. Without it: the source files of Python's standard
     library."""
+    max_bad_lines: Annotated[int, flags.whole_or_zero] = 0
+    """Lines and rows of each source that are skipped because they hold no document; one more ends the run."""
     packing: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Attention ends where a document ends, and positions begin anew; without it documents see those before them in
     the row."""
@@ -335,7 +337,15 @@ _MAY_CHANGE = {
 }
 # How a step is computed, not what: another one goes on with the same batches, and the same losses up to rounding. The
 # default run-dir tells them apart nevertheless.
-_MAY_CHANGE_ON_RESUME = _MAY_CHANGE | {"mesh", "remat", "strategy", "accumulate", "platform", "deterministic"}
+_MAY_CHANGE_ON_RESUME = _MAY_CHANGE | {
+    "mesh",
+    "remat",
+    "strategy",
+    "accumulate",
+    "platform",
+    "deterministic",
+    "max_bad_lines",
+}
 # These are not of the training; without run_dir, a run-dir can be moved.
 _NOT_SAVED = (
     *("overrides", "run_dir", "checkpoint", "accept", "config", "print_config", "dry_run", "device_memory"),
