@@ -6,7 +6,9 @@ from drills import DRILLS, ROOT, perform
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    return tmp_path_factory.mktemp("drills")
+    folder = tmp_path_factory.getbasetemp() / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.mark.timeout(300)
