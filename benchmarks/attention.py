@@ -4,15 +4,14 @@ The bound of a row is the time of our kernel on one GPU divided by the number of
 Ulysses around cuDNN's kernel (`ulysses_cudnn`), and PyTorch's context_parallel (`torch_cp`, in processes of its own
 before the others); `balanced_without_messages`, which computes alike and leaves out what travels, so that the
 difference is what communication costs; and `balanced_default_flags`, without the XLA flags of distflash_jax.xla_flags.
-`zigzag` takes its tokens as if they lay in its order already. `rsa` is measured where it is named: from 32K tokens on,
-its scores do not fit on two GPUs.
+`zigzag` takes its tokens as if they lay in its order already. Packed documents follow each other in the order of
+distflash_jax.order_documents, and for `balanced_unordered` as they come. What cannot take a case is left out of it. `rsa`
+is measured where it is named: from 32K tokens on, its scores do not fit on two GPUs.
 """
 
 import argparse
 import contextlib
 import functools
-import json
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,15 +20,16 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from benchmarks.cases import ATTENTION, Case
-from benchmarks.harness import RESULTS, Quantiles, quantiles, time_in_turns, write_rows
-from benchmarks.peers import one_line
-from distflash_jax import cost, distflash_attention, executor, schedule, xla_flags
+from benchmarks import peers
+from benchmarks.cases import ATTENTION, ATTENTION_DEFAULT, Case
+from benchmarks.harness import RESULTS, Quantiles, time_in_turns, write_rows
+from distflash_jax import cost, distflash_attention, executor, order_documents, schedule, xla_flags
 
 MODES = ("forward", "forward_backward")
 DEFAULT_FLAGS = {
@@ -38,9 +38,30 @@ DEFAULT_FLAGS = {
 }
 STRATEGIES = tuple(name for name in schedule.STRATEGIES if name not in ("auto", "hybrid"))  # those over one axis
 ULYSSES_CUDNN = "ulysses_cudnn"
-VARIANTS = ("balanced_without_messages", "balanced_default_flags")
+UNORDERED = "balanced_unordered"
+VARIANTS = ("balanced_without_messages", "balanced_default_flags", UNORDERED)
 TORCH = "torch_cp"
 NAMES = (*STRATEGIES, *VARIANTS, ULYSSES_CUDNN, TORCH)
+CAUSAL_ALONE = ("zigzag", ULYSSES_CUDNN, TORCH)  # these take no other mask
+
+
+def can_take(name: str, case: Case) -> bool:
+    """Whether something can be measured in a case, and is not the same as something else there."""
+    if name == UNORDERED:
+        return bool(case.documents)
+    return name not in CAUSAL_ALONE or (case.window is None and not case.documents)
+
+
+def document_ids(case: Case, num_workers: int, name: str) -> np.ndarray | None:
+    """The number of each token's document [B, T], from 1; None where there is but one."""
+    if not case.documents:
+        return None
+    lengths = np.array(case.documents)
+    if name != UNORDERED:
+        (order,) = order_documents([case.documents], schedule.balanced(num_workers), seq_len=case.T)
+        lengths = lengths[order]
+    numbers = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
+    return np.broadcast_to(numbers, (case.B, case.T))
 
 
 @contextlib.contextmanager
@@ -65,51 +86,39 @@ def ulysses(mesh: Mesh, attention: Callable[[Array, Array, Array], Array]) -> Ca
     return jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens, check_vma=False)
 
 
-def make_call(case: Case, num_workers: int, name: str, mode: str) -> tuple[jax.stages.Lowered, tuple[Array, ...]]:
-    """(a lowered program, random bfloat16 inputs that lie on the workers already)."""
+def make_call(case: Case, num_workers: int, name: str, mode: str) -> tuple[jax.stages.Lowered, tuple[Any, ...]]:
+    """(a lowered program, its inputs: documents' numbers, and random bfloat16 ones that lie on the workers already)."""
     mesh = jax.make_mesh((num_workers,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_workers])
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(case.B, case.T, heads, case.H) for heads in (case.N, case.K, case.K, case.N)]
     place = lambda key, shape: jax.device_put(
         jax.random.normal(key, shape, jnp.bfloat16), NamedSharding(mesh, P(None, "seq"))
     )
-    inputs = tuple(map(place, keys, shapes))[: 3 if mode == "forward" else 4]
-    attention: Callable[..., Array]
-    if name == ULYSSES_CUDNN:
-        attention = ulysses(
-            mesh, functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-        )
-    else:
+    ids = document_ids(case, num_workers, name)
+    ids = None if ids is None else jax.device_put(ids, NamedSharding(mesh, P()))
+    inputs = (ids, *tuple(map(place, keys, shapes))[: 3 if mode == "forward" else 4])
+
+    def forward(ids: Array | None, q: Array, k: Array, v: Array) -> Array:
+        if name == ULYSSES_CUDNN:
+            cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+            return ulysses(mesh, cudnn)(q, k, v)
         strategy: Any = name if name in STRATEGIES else "balanced"
-        attention = functools.partial(distflash_attention, mesh=mesh, causal=case.is_causal, strategy=strategy)
-    both = lambda q, k, v, dout: jax.vjp(attention, q, k, v)[1](dout)
+        mask = {"causal": case.is_causal, "window": case.window, "segment_ids": ids}
+        return distflash_attention(q, k, v, mesh=mesh, strategy=strategy, **mask)
+
+    def both(ids: Array | None, q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, ...]:
+        return jax.vjp(functools.partial(forward, ids), q, k, v)[1](dout)
+
     options = DEFAULT_FLAGS if name == "balanced_default_flags" else None
-    program = jax.jit(attention if mode == "forward" else both, compiler_options=options)
+    program = jax.jit(forward if mode == "forward" else both, compiler_options=options)
     with without_messages(name == "balanced_without_messages"):
         return program.lower(*inputs), inputs
-
-
-def time_torch(cases: Sequence[Case], modes: Sequence[str]) -> dict[tuple[str, str], Quantiles]:
-    """Seconds of PyTorch's context_parallel by (case, mode); {} and a line where it cannot run."""
-    calls = {f"{case.T} {case.N} {case.K} {case.H} {mode}": (case.name, mode) for case in cases for mode in modes}
-    num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    command = ["torchrun", "--nproc-per-node", str(num_gpus), "-m", "benchmarks.torch_cp", *calls]
-    try:
-        child = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"{TORCH}: left out, {one_line(error)} {(getattr(error, 'stderr', None) or '')[-300:]}", flush=True)
-        return {}
-    lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
-    for line in lines:
-        if "error" in line:
-            print(f"{TORCH}: {line['case']} left out, {line['error']}", flush=True)
-    return {calls[line["case"]]: quantiles(line["seconds"]) for line in lines if "seconds" in line}
 
 
 def measure(case: Case, mode: str, names: Sequence[str], torch: Quantiles | None) -> list[dict[str, object]]:
     """A row for ours on one GPU, and for each of these names on all of them."""
     num_workers = jax.device_count()
-    labels = {"one": "balanced"} | {name: name for name in names if name != TORCH}
+    labels = {"one": "balanced"} | {name: name for name in names if name != TORCH and can_take(name, case)}
     # Lowered in turn, since Mosaic GPU keeps state in globals; compiled in parallel.
     lowered = {
         label: make_call(case, 1 if label == "one" else num_workers, name, mode) for label, name in labels.items()
@@ -143,14 +152,15 @@ def measure(case: Case, mode: str, names: Sequence[str], torch: Quantiles | None
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", choices=ATTENTION, default=list(ATTENTION))
+    parser.add_argument("--cases", nargs="*", choices=ATTENTION, default=list(ATTENTION_DEFAULT))
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument("--names", nargs="*", choices=NAMES, default=[name for name in NAMES if name != "rsa"])
     parser.add_argument("--out", type=Path, default=RESULTS / "attention.csv")
     arguments = parser.parse_args()
     xla_flags.apply(xla_flags.choose())
     cases = [ATTENTION[name] for name in arguments.cases]
-    torch = time_torch(cases, arguments.modes) if TORCH in arguments.names else {}
+    with_torch = [case for case in cases if can_take(TORCH, case)] if TORCH in arguments.names else []
+    torch = peers.time_torch(with_torch, arguments.modes) if with_torch else {}
     for case in cases:
         for mode in arguments.modes:
             write_rows(arguments.out, measure(case, mode, arguments.names, torch.get((case.name, mode))))

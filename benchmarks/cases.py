@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from statistics import NormalDist
 from typing import NamedTuple
+
+import numpy as np
 
 from distflash_jax import cost
 
@@ -47,27 +50,54 @@ class Case(NamedTuple):
         return cost.flops("forward", self.N, self.H, self.visible_scores)
 
 
+def long_tailed(count: int, total: int) -> tuple[int, ...]:
+    """Lengths of so many documents of so many tokens together: a few are long, and most are short.
+
+    They are quantiles of a log-normal distribution in which one document of six has more than exp(1) times as many
+    tokens as the one in the middle, in an order as good as random.
+    """
+    places = (np.arange(count) * 5**0.5 % 1).argsort()
+    sizes = np.exp([NormalDist().inv_cdf((place + 0.5) / count) for place in places])
+    ends = np.round(np.cumsum(sizes) / sizes.sum() * total).astype(int)
+    return tuple(np.diff(ends, prepend=0).tolist())
+
+
 LENGTHS = (8, 16, 32, 64, 128, 256)  # thousands of tokens on all GPUs together
 MHA = [Case(tokens * 1024, 32, 32, 128, is_causal=True) for tokens in LENGTHS]
 GQA = [Case(tokens * 1024, 32, 8, 128, is_causal=True) for tokens in LENGTHS]
-ATTENTION = {case.name: case for case in MHA + GQA}
-
 TOKENS = tuple(1024 * 2**i for i in range(8))
 # Lengths as texts have them: none is a whole number of tiles.
 DOCUMENTS = (4300, 10100, 1000, 7300, 2900, 12836, 1500, 6000, 3700, 8700, 2100, 5100)
+
+
+def masked(heads: int) -> list[Case]:
+    """Packed documents and windows in long sequences."""
+    make = lambda T, **mask: Case(T, heads, heads, 128, is_causal=True, **mask)
+    documents = {65536: DOCUMENTS, 131072: long_tailed(12, 131072)}
+    return [
+        case
+        for T in documents
+        for case in (
+            *(make(T, documents=x) for x in (documents[T], long_tailed(100, T))),
+            *(make(T, window=thousands * 1024) for thousands in (1, 4, 32)),
+        )
+    ]
+
+
+ATTENTION = {case.name: case for case in MHA + GQA + masked(32)}
+ATTENTION_DEFAULT = tuple(case.name for case in MHA + GQA)
 KERNEL = {
     case.name: case
     for case in (
         *(Case(T, 16, 16, H, is_causal) for H in (64, 128, 256) for is_causal in (False, True) for T in TOKENS),
         *(Case(T, 32, 8, H, is_causal=True) for H in (64, 128, 256) for T in TOKENS),
-        Case(65536, 16, 16, 128, is_causal=True, documents=DOCUMENTS),
-        Case(65536, 16, 16, 128, is_causal=True, window=4096),
+        *masked(16),
     )
 }
 # What each head dim, length, grouping and mask costs, in a few minutes; "*" measures all of KERNEL.
 KERNEL_DEFAULT = (
     *("16k_d64_mha_*", "16k_d128_*", "16k_d256_mha_causal", "4k_d128_mha_causal", "64k_d128_mha_causal"),
-    *("*_packed12", "*_window4k"),
+    *("64k_*_packed12", "64k_*_window4k"),
 )
 
 

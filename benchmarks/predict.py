@@ -10,7 +10,7 @@ import csv
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -184,9 +184,9 @@ def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], num_words: 
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))
 
 
-def update(document: str) -> str:
-    """The document with the tables of now behind their marks."""
-    for name, table in make_tables().items():
+def update(document: str, tables: Mapping[str, str] | None = None) -> str:
+    """The document with the tables of now, or those given, behind their marks."""
+    for name, table in (tables or make_tables()).items():
         document, count = re.subn(rf"(<!-- {name} -->\n)(\|.*\n)*", rf"\1{table}\n", document)
         if count != 1:
             raise ValueError(f"<!-- {name} -->: must be in the document once, found {count} times")
