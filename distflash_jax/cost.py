@@ -9,17 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from distflash_jax.schedule import (
-    MERGED_AT_ONCE,
-    WHOLE,
-    Direction,
-    Part,
-    Permutation,
-    Schedule,
-    Side,
-    Step,
-    Task,
-)
+from distflash_jax.table import MERGED_AT_ONCE, WHOLE, Direction, Part, Permutation, Schedule, Side, Step, Task
 
 Arrays = dict[str, tuple[str, ...]]  # names, by the side of the task
 # In units of the forward's FLOPs. A backward makes five matrix products where a forward makes two.

@@ -1,11 +1,13 @@
 """A table over the nodes around tables over the workers of each: a chunk crosses the network once for a whole node.
 
 Each worker has a piece of its node's chunk. Between nodes every worker sends its own piece, and a task of two chunks is
-a table of its pieces, within the node, in place of a kernel: all of it hides what travels between nodes meanwhile.
+a table of its pieces, within the node, in place of a kernel: each of its steps hides a part of what travels between
+nodes meanwhile.
 
 Source: the topology-aware ring of BurstAttention, arXiv 2403.09347, and BurstEngine, arXiv 2509.19836.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -30,20 +32,20 @@ class WithinNode:
 
     def forward(
         self, queries: Operand, keys: Operand, mask: Mask, scale: float, softcap: float | None = None,
-        dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike = jnp.float32, alongside: Sequence[executor.Passing] = (),
     ) -> Partial:  # fmt: skip
         """(out, lse) of this worker's piece of the queries."""
         (q,), (k, v) = queries.read(), keys.read()
-        return executor.forward(self._plan(queries, keys, dtype), q, k, v, _segments(mask), mask)
+        return executor.forward(self._plan(queries, keys, dtype), q, k, v, _segments(mask), mask, alongside)
 
     def backward(
         self, queries: Operand, keys: Operand, mask: Mask, scale: float, softcap: float | None = None,
-        dtype: DTypeLike = jnp.float32, deterministic: bool = False,
+        dtype: DTypeLike = jnp.float32, deterministic: bool = False, alongside: Sequence[executor.Passing] = (),
     ) -> Gradients:  # fmt: skip
         """(dq, dk, dv) of this worker's pieces."""
         (q, dout, lse, delta), (k, v) = queries.read(), keys.read()
         plan = self._plan(queries, keys, dtype)
-        return executor.backward(plan, q, k, v, dout, lse, delta, _segments(mask), mask)
+        return executor.backward(plan, q, k, v, dout, lse, delta, _segments(mask), mask, alongside)
 
     def _plan(self, queries: Operand, keys: Operand, dtype: DTypeLike) -> executor.Plan:
         """That of a step between nodes, in which either all nodes have their own chunks or some fetch one."""

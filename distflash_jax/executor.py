@@ -9,6 +9,7 @@ Source: DISTFLASHATTN, arXiv 2310.03294, algorithms 1 and 2.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from distflash_jax.masks import Band, Segments
 from distflash_jax.merge import merge
 from distflash_jax.placement import Axis
-from distflash_jax.schedule import MERGED_AT_ONCE, WHOLE, Part, Permutation, Schedule, Side, Step
+from distflash_jax.table import MERGED_AT_ONCE, WHOLE, Part, Permutation, Schedule, Side, Step
 from pallas_kernels.block import BlockAttention, Box, Gradients, Operand, Partial
 from pallas_kernels.masks import Mask
 
@@ -62,14 +63,16 @@ def forward(
     v: Float[Array, "B S K H"],
     segments: Segments | None = None,
     place: Mask | None = None,
+    alongside: Sequence["Passing"] = (),
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """(out, lse) of this worker's queries against all keys; out in the dtype of the plan or of q, lse float32.
 
-    place: the mask of this worker's own chunks, if they do not lie where its number says.
+    place: the mask of this worker's own chunks, if they do not lie where its number says. alongside: messages of a
+    table around this one, to be sent with its steps.
     """
     results = [_Total("q", (0, 1), _merge)]
     dtypes = (plan.dtype or q.dtype, jnp.float32)
-    out, lse = _run(plan, "forward", plan.kernel.forward, (q,), (k, v), segments, place, results, dtypes)
+    out, lse = _run(plan, "forward", plan.kernel.forward, (q,), (k, v), segments, place, results, dtypes, alongside)
     return out, lse
 
 
@@ -83,8 +86,11 @@ def backward(
     delta: Float[Array, "B T N"],
     segments: Segments | None = None,
     place: Mask | None = None,
+    alongside: Sequence["Passing"] = (),
 ) -> Gradients:
-    """(dq, dk, dv) of this worker's chunks, in the dtype of the plan or those of q, k and v; place: as in forward.
+    """(dq, dk, dv) of this worker's chunks, in the dtype of the plan or those of q, k and v.
+
+    place, alongside: as in forward.
 
     By the table's own steps or by the mirrored ones, see Schedule.towards.
 
@@ -95,7 +101,8 @@ def backward(
     kernel = functools.partial(plan.kernel.backward, deterministic=plan.deterministic)
     results = [_Total("q", (0,), _add), _Total("kv", (1, 2), _add)]
     dtypes = [plan.dtype or x.dtype for x in (q, k, v)]
-    dq, dk, dv = _run(plan, "backward", kernel, (q, dout, lse, delta), (k, v), segments, place, results, dtypes)
+    q_side = (q, dout, lse, delta)
+    dq, dk, dv = _run(plan, "backward", kernel, q_side, (k, v), segments, place, results, dtypes, alongside)
     return dq, dk, dv
 
 
@@ -135,6 +142,7 @@ def _run(
     place: Mask | None,
     totals: Sequence[_Total],
     dtypes: Sequence[DTypeLike],
+    alongside: Sequence["Passing"],
 ) -> Arrays:
     """What the kernel makes of all steps, on this worker's own chunks: the results of all totals, in these dtypes."""
     steps = plan.schedule.steps
@@ -149,15 +157,21 @@ def _run(
             if number + 1 < len(steps):
                 fetched_q = _fetch(plan, q_side, steps[number + 1].q)
                 fetched_kv = _fetch(plan, kv_side, steps[number + 1].kv)
+            pieces = [messages.send(number, len(steps)) for messages in alongside]
             with jax.named_scope("compute"):
                 mask = _mask(plan, step, queries, keys, segments, place)
-                partial = kernel(queries, keys, mask, plan.scale, plan.softcap, dtype)
+                passing = [x for x in (fetched_q, fetched_kv, *(returned or ())) if isinstance(x, Passing)]
+                options = {"alongside": passing} if plan.inner else {}
+                partial = kernel(queries, keys, mask, plan.scale, plan.softcap, dtype, **options)
             # The next step's sends depend on this kernel: memory for messages does not grow with the workers. And what
             # the step before returns is not waited for until this kernel is done.
-            q_side, kv_side, fetched_q, fetched_kv, partial, returned = _pace(
-                (q_side, kv_side, fetched_q, fetched_kv, partial, returned),
+            fetched_q, fetched_kv, returned = map(_arrived, (fetched_q, fetched_kv, returned))
+            q_side, kv_side, fetched_q, fetched_kv, partial, returned, pieces = _pace(
+                (q_side, kv_side, fetched_q, fetched_kv, partial, returned, pieces),
                 totals if number % MERGED_AT_ONCE == 0 and number + 1 < len(steps) else (),
             )
+            for messages, piece in zip(alongside, pieces, strict=True):
+                messages.pieces.append(piece)
             _include_returned(plan, totals, steps[number - 1], returned)
             returned = _return(plan, totals, step, partial)
             with jax.named_scope("merge"):
@@ -166,7 +180,7 @@ def _run(
                     is_own = ~operand.is_peer if side.fetch else None
                     total.include(plan, side.own, tuple(partial[i] for i in total.indices), is_own)
     with jax.named_scope(f"{direction}_step_{len(steps) - 1}"):
-        _include_returned(plan, totals, plan.schedule.steps[-1], returned)
+        _include_returned(plan, totals, plan.schedule.steps[-1], _arrived(returned))
         with jax.named_scope("merge"):
             arrays = [x for total in totals for x in total.whole(lengths[total.side])]
             return tuple(x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True))
@@ -183,11 +197,38 @@ def _pace[Tree](arrays: Tree, totals: Sequence[_Total]) -> Tree:
     return arrays
 
 
-def _return(plan: Plan, totals: Sequence[_Total], step: Step, partial: Arrays) -> list[Arrays | None]:
+class Passing:
+    """Messages that a table within sends, some of their rows with each of its steps, and so behind all of its kernels.
+
+    XLA would send them whole behind the last one.
+    """
+
+    def __init__(self, arrays: Arrays, permutation: Permutation, axis: Axis):
+        self.arrays, self.permutation, self.axis = arrays, permutation, axis
+        self.pieces: list[Arrays] = []
+
+    def send(self, index: int, count: int) -> Arrays:
+        """This one of so many pieces, which is empty behind the last row."""
+        size = -(-self.arrays[0].shape[1] // count)
+        piece = tuple(x[:, index * size : (index + 1) * size] for x in self.arrays)
+        return _send(piece, self.permutation, self.axis) if piece[0].size else piece
+
+    def arrived(self) -> Arrays:
+        """Whole; sent now what no table has sent."""
+        return tuple(jnp.concatenate(x, axis=1) for x in zip(*(self.pieces or [self.send(0, 1)]), strict=True))
+
+
+def _arrived(messages: Any) -> Any:
+    """A tree of messages, or of arrays, as arrays."""
+    is_passing = lambda x: isinstance(x, Passing)
+    return jax.tree.map(lambda x: x.arrived() if is_passing(x) else x, messages, is_leaf=is_passing)
+
+
+def _return(plan: Plan, totals: Sequence[_Total], step: Step, partial: Arrays) -> list[Any]:
     """For each total what peers made of this worker's chunk, one message an array; None if nobody fetched it."""
     with jax.named_scope("return"):
         return [
-            _send(tuple(partial[i] for i in total.indices), side.returns, plan.axis) if side.fetch else None
+            _pass(plan, tuple(partial[i] for i in total.indices), side.returns) if side.fetch else None
             for total in totals
             for side in [getattr(step, total.side)]
         ]
@@ -205,7 +246,7 @@ def _include_returned(
                 total.include(plan, side.peer, arrays, is_owner)
 
 
-def _fetch(plan: Plan, own: Arrays, side: Side) -> Arrays | None:
+def _fetch(plan: Plan, own: Arrays, side: Side) -> Any:
     """The parts of peers' chunks that this worker's task needs, one message an array; None if nobody fetches.
 
     Workers that fetch nothing themselves receive zeros and read their own chunk.
@@ -213,7 +254,13 @@ def _fetch(plan: Plan, own: Arrays, side: Side) -> Arrays | None:
     if not side.fetch:
         return None
     with jax.named_scope("fetch"):
-        return _send(tuple(_box(side.peer, own[0]).take(x) for x in own), side.fetch, plan.axis)
+        return _pass(plan, tuple(_box(side.peer, own[0]).take(x) for x in own), side.fetch)
+
+
+def _pass(plan: Plan, arrays: Arrays, permutation: Permutation) -> "Arrays | Passing":
+    """Sent at once, or handed to the table that is this plan's kernel."""
+    messages = Passing(arrays, permutation, plan.axis)
+    return messages if plan.inner else _send(arrays, permutation, plan.axis)
 
 
 def _send(arrays: Arrays, permutation: Permutation, axis: Axis) -> Arrays:

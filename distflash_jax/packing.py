@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distflash_jax.schedule import Schedule
+from distflash_jax.table import Schedule
 
 NUM_ORDERS = 256  # that are tried for a row, in 5 ms for 100 documents and 8 workers; 4 times as many idle 1 % less
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from distflash_jax import schedule
 from distflash_jax.cost import MACHINES, Kernel, Machine, Rate, Shape
-from distflash_jax.schedule import Direction
 from distflash_jax.spread import Spread
+from distflash_jax.table import Direction
 from distflash_jax.timeline import Timeline, simulate, simulate_strategy
 from distflash_jax.workers import KINDS, Event
 

@@ -17,17 +17,8 @@ from fractions import Fraction
 from typing import cast
 
 from distflash_jax.cost import FETCHED, ONE_PER_ROW, RETURNED, Cost, Shape
-from distflash_jax.schedule import (
-    TABLES,
-    Direction,
-    HeadSplit,
-    Step,
-    Strategy,
-    Table,
-    choose,
-    double_ring,
-    split_heads,
-)
+from distflash_jax.schedule import TABLES, HeadSplit, Strategy, Table, choose, double_ring, split_heads
+from distflash_jax.table import Direction, Step
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from distflash_jax.double_ring import WithinNode
 from distflash_jax.masks import AttentionMask, Band, Pass, Segments
 from distflash_jax.placement import AnyMesh, Axis, names
 from distflash_jax.rsa import RingSelfAttention
-from distflash_jax.schedule import STRATEGIES, Direction, Strategy
+from distflash_jax.schedule import STRATEGIES, Strategy
 from distflash_jax.spread import Spread
+from distflash_jax.table import Direction
 from distflash_jax.timeline import predict
 from distflash_jax.union import First, Union
 from distflash_jax.zigzag_plan import Zigzag

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from distflash_jax.cost import Cost, Machine, Shape, flops
-from distflash_jax.schedule import TABLES, Direction, Schedule, ring
+from distflash_jax.schedule import TABLES, ring
 from distflash_jax.spread import Exchange, Spread
+from distflash_jax.table import Direction, Schedule
 from distflash_jax.workers import Batch, Event, Kind, Numbers, Workers
 
 # Bytes of memory that RSA reads and writes for each score, each line of rsa.py for itself: forward two float32 arrays

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from distflash_jax.cost import FETCHED, RETURNED, Cost, Machine
-from distflash_jax.schedule import Direction, Step
+from distflash_jax.table import Direction, Step
 
 Kind = Literal["compute", "merge", "fetch", "return"]
 KINDS: tuple[Kind, ...] = ("compute", "merge", "fetch", "return")

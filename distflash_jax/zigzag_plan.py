@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Shaped
 from distflash_jax.masks import Segments
 from distflash_jax.merge import merge
 from distflash_jax.placement import Axis
-from distflash_jax.schedule import Permutation, zigzag_owner
+from distflash_jax.schedule import zigzag_owner
+from distflash_jax.table import Permutation
 from pallas_kernels.block import BlockAttention, Box, Gradients, Operand, Partial
 from pallas_kernels.masks import Mask
 

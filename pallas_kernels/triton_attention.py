@@ -25,6 +25,7 @@ from pallas_kernels.masks import Mask
 from pallas_kernels.triton_blocks import Blocks
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+TF32 = ("tensorfloat32", "TF32_TF32_F32")  # by which jax.default_matmul_precision allows products of rounded float32
 LOG2_E = math.log2(math.e)
 
 
@@ -185,6 +186,7 @@ def _prepare(
         "IS_CAUSAL": mask.is_causal, "WINDOW": mask.window or 0, "HAS_SEGMENTS": has_segments,
         "SCALE": float(scale), "SOFTCAP": float(softcap or 0),
         "BLOCK_ROWS": blocks.rows, "BLOCK_KEYS": blocks.keys, "BLOCK_H": padded_head_dim(H, triton_blocks.HEAD_DIMS),
+        "PRECISION": "tf32" if jax.config.jax_default_matmul_precision in TF32 else "ieee",
     }  # fmt: skip
     programs = B * (
         k_box.num_heads * -(-k_box.num_rows // blocks.keys)

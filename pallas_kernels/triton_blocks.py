@@ -3,7 +3,7 @@
 Chosen by what the assembler says: they fit in shared memory and spill next to no registers (`python -m
 benchmarks.assemble_triton`). At head dims 64 and 128 on sm90 also by time, on an H200: docs/kernel_variants.csv.
 `python -m benchmarks.tune --implementation triton` measures them on the GPU at hand; see block_sizes. float32 is not
-rounded to tf32, which leaves the matrix units out.
+rounded to tf32 unless JAX is told so, which leaves the matrix units out.
 """
 
 from collections.abc import Mapping

@@ -11,7 +11,20 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from benchmarks import assemble, attention, cases, far, harness, kernel, peers, plot, train_step, tune
+from benchmarks import (
+    assemble,
+    attention,
+    cases,
+    far,
+    harness,
+    kernel,
+    paper,
+    peers,
+    plot,
+    predict,
+    train_step,
+    tune,
+)
 from benchmarks.cases import KERNEL, KERNEL_DEFAULT, Case, select
 from benchmarks.kernel import Key
 from distflash_jax import schedule
@@ -410,3 +423,16 @@ def test_every_case_of_a_training_step_is_a_configuration_that_works():
     cut = train_step.Case.parse("llama-2h@8:64:megatron")
     assert (cut.name, cut.seq_len, cut.remat) == ("llama-2h@8_64k", 65536, "attention")
     assert cut.config(2).llama.num_hidden_layers == 8
+
+
+def test_the_papers_tables_are_what_the_command_prints_and_its_seconds_near_the_published():
+    document = paper.DOCUMENT.read_text()
+    assert predict.update(document, paper.make_tables()) == document, "run python -m benchmarks.paper --write"
+    errors = {
+        system: [abs(x.error) for x in paper.step_cells() if x.system == system] for system in ("Megatron", "DFA")
+    }
+    assert max(errors["DFA"]) < 0.15 and sorted(errors["Megatron"])[-2] < 0.07 and max(errors["Megatron"]) < 0.12
+    assert all(abs(cell.error) < 0.07 for cell in paper.rival_cells() if cell.system == "Ulysses")
+    assert paper.longest("balanced", paper.model_of("2H"), 16, 40e9) == 8 * paper.longest(
+        "megatron-dp", paper.model_of("2H"), 16, 40e9
+    )

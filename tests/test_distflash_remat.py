@@ -14,7 +14,8 @@ from test_distflash_attention import make_mesh
 
 from distflash_jax import distflash_attention, remat
 from distflash_jax.cost import Cost, Shape
-from distflash_jax.schedule import Schedule, balanced
+from distflash_jax.schedule import balanced
+from distflash_jax.table import Schedule
 
 L, N, K, H, D = 3, 4, 2, 8, 16
 

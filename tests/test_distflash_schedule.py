@@ -4,7 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from distflash_jax.schedule import TABLES, Part, Schedule, Step, Task, balanced, burst, choose, ring, visible_pairs
+from distflash_jax.schedule import TABLES, balanced, burst, choose, ring, visible_pairs
+from distflash_jax.table import Part, Schedule, Step, Task
 
 ALL_P = range(1, 65)
 CAUSAL = [(f"balanced_{cut}", lambda P, cut=cut: balanced(P, cut=cut)) for cut in ("heads", "rows", None)] + [
