@@ -116,9 +116,9 @@ class First:
 
     def _copy(self, x: Float[Array, "B T ..."]) -> Float[Array, "B count ..."]:
         """The first rows of all workers, on each."""
-        rows = x.shape[1]
-        behind = jnp.zeros((x.shape[0], self.count + rows, *x.shape[2:]), x.dtype)
-        mine = lax.dynamic_update_slice_in_dim(vary_like(behind, x), x, self._start(rows), axis=1)
+        rows, size = x.shape[1], min(x.shape[1], self.count)
+        nothing = jnp.zeros((x.shape[0], self.count + size, *x.shape[2:]), x.dtype)
+        mine = lax.dynamic_update_slice_in_dim(vary_like(nothing, x), x[:, :size], self._start(rows), axis=1)
         return vary_like(lax.psum(mine[:, : self.count], self.axis), x)
 
     def _own(self, x: Float[Array, "B count ..."], rows: int, fill: float = 0.0) -> Float[Array, "B T ..."]:

@@ -52,25 +52,28 @@ def test_packed_documents_are_numbered_in_their_row_and_not_learned_across():
     assert rows[1]["labels"].tolist() == [17, 18, IGNORED, IGNORED, IGNORED, IGNORED]
 
 
-def test_documents_are_ordered_for_the_workers_and_stay_what_they_are():
-    """Batches on two workers idle less, and hold the same documents with the same labels, and padding at the end."""
-    lengths = np.random.default_rng(0).permutation([40, 21, 3, 17, 9, 1, 30, 12, 2, 7] * 3)
+@pytest.mark.parametrize("groups, accumulate", [(1, 2), (2, 1), (2, 2)])
+def test_rows_and_documents_are_ordered_for_the_workers_and_stay_what_they_are(groups, accumulate):
+    """Batches on groups of two workers idle less, and hold the same documents and labels, and padding at the end."""
+    lengths = np.random.default_rng(0).permutation([40, 21, 3, 17, 9, 1, 30, 12, 2, 7] * 6)
     rows = Rows(np.arange(1, lengths.sum() - 2), seq_len=90, starts=np.cumsum(lengths) - lengths)
+    assert [rows.lengths(i).tolist() for i in range(3)] == [
+        np.bincount(rows[i]["segment_ids"])[1:].tolist() for i in range(3)
+    ]
     share = Share(Tokens(rows.values, "here", 0), rows)
-    spread = Spread(balanced(2), num_rows=4, accumulate=2)
-    plain, ordered = (next(Batches([share], batch_size=4, seed=3, spread=x)) for x in (None, spread))
-    idle = [idle_share(x["segment_ids"], balanced(2), accumulate=2) for x in (plain, ordered)]
-    assert idle[1] < 0.5 * idle[0]
-    for row in range(4):
-        ids = ordered["segment_ids"][row]
+    spread = Spread(balanced(2), num_rows=8 // groups, accumulate=accumulate)
+    plain, ordered = (next(Batches([share], batch_size=8, seed=3, spread=x)) for x in (None, spread))
+    measure = lambda x: idle_share(x["segment_ids"], balanced(2), groups=groups, accumulate=accumulate)
+    assert measure(ordered) < 0.7 * measure(plain)
+    for ids in ordered["segment_ids"]:
         used = np.count_nonzero(ids)
         assert (ids[:used] > 0).all() and (np.diff(ids[:used]) >= 0).all()
-        assert documents_in(ordered, row) == documents_in(plain, row)
+    assert {documents_in(ordered, row) for row in range(8)} == {documents_in(plain, row) for row in range(8)}
 
 
 def documents_in(batch, row):
     tokens, labels, ids = (batch[name][row] for name in ("tokens", "labels", "segment_ids"))
-    return {(tuple(tokens[ids == number]), tuple(labels[ids == number])) for number in range(1, ids.max() + 1)}
+    return frozenset((tuple(tokens[ids == number]), tuple(labels[ids == number])) for number in range(1, ids.max() + 1))
 
 
 @pytest.mark.parametrize("start, end, starts", [([], [7], [2, 5]), ([8], [7], [1, 3]), ([8], [8], [1, 3])])

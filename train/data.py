@@ -129,8 +129,24 @@ class Rows:
         whole, rest = divmod(len(self.values), self.seq_len)
         return whole + (rest > 1)
 
+    def _start(self, index: int) -> int:
+        """Of a row in the stream."""
+        return self.number(index) * self.seq_len
+
+    def _borders(self, index: int) -> np.ndarray:
+        """Where documents begin inside a row, but at its start."""
+        assert self.starts is not None
+        start = self._start(index)
+        first, last = np.searchsorted(self.starts, [start + 1, min(start + self.seq_len, len(self.values))])
+        return self.starts[first:last] - start
+
+    def lengths(self, index: int) -> np.ndarray:
+        """Those of the documents of a row."""
+        end = min(self.seq_len, len(self.values) - self._start(index))
+        return np.diff(self._borders(index), prepend=0, append=end)
+
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        start = self.number(index) * self.seq_len
+        start = self._start(index)
         piece = np.asarray(self.values[start : start + self.seq_len], np.int32)
         is_read_only = piece < 0
         tokens = np.zeros(self.seq_len, np.int32)
@@ -139,8 +155,7 @@ class Rows:
         labels[: len(piece) - 1] = np.where(is_read_only, IGNORED, piece)[1:]
         row = {"tokens": tokens, "labels": labels}
         if self.starts is not None:
-            first, last = np.searchsorted(self.starts, [start + 1, start + len(piece)])
-            inside = self.starts[first:last] - start
+            inside = self._borders(index)
             labels[inside - 1] = IGNORED
             begins = np.zeros(len(piece), np.int32)
             begins[inside] = 1
@@ -177,14 +192,21 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """An order of the packed documents of each row that keeps workers evenly busy, whatever the labels and positions.
+    """An order of the rows of a batch, and of the packed documents of each, that keeps workers evenly busy.
 
-    table: of the workers that share rows. num_rows: that they share, in micro-batches of every `accumulate`-th.
+    table: of the workers of a group, each of which has so many rows, in micro-batches of every `accumulate`-th.
     """
 
     table: Schedule
     num_rows: int
     accumulate: int = 1
+
+    def deal(self, lengths: Sequence[np.ndarray]) -> np.ndarray:
+        """The numbers of a batch's rows, group after group: the groups' rows of each place have about as much to do."""
+        scores = np.array([np.sum(x.astype(np.int64) * (x + 1)) for x in lengths])
+        places = np.argsort(-scores, kind="stable").reshape(self.num_rows, -1)
+        places[1::2] = places[1::2, ::-1]
+        return places.T.reshape(-1)
 
     def __call__(self, rows: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
         """The rows of one or several such groups."""
@@ -218,7 +240,7 @@ class Batches:
       part: rows and columns of each batch that are read and given, those of this process; its order and
         position are those of whole batches.
       tokenizer: the fingerprint of what made the tokens.
-      spread: in which order the documents of a row come.
+      spread: in which order rows, and the documents of a row, come.
     """
 
     def __init__(
@@ -248,6 +270,8 @@ class Batches:
     def _read(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         """This process's part of the batch of these (source, row) pairs."""
         rows, columns = self._part
+        if self._spread is not None:
+            numbers = numbers[self._spread.deal([self._shares[source].rows.lengths(row) for source, row in numbers])]
         read = [self._shares[source].rows[row] for source, row in numbers[rows]]
         read = read if self._spread is None else self._spread(read)
         return {name: np.stack([row[name][columns] for row in read]) for name in read[0]} | {"numbers": numbers}
