@@ -35,7 +35,7 @@ REFUSED = [
     ("--seed 2147483648", "--seed 2147483648: a whole number from 0 to 2147483647"),
     ("--remat half", "--remat half: one of attention, offload, offload-all, layer, none\n"),
     ("--remat offlaod", "--remat offlaod: one of attention, offload, offload-all, layer, none; perhaps offload\n"),
-    ("--strategy zigzg", "--strategy zigzg: one of auto, balanced, balanced_unsplit, ring, ulysses, all_gather"),
+    ("--strategy zigzg", "--strategy zigzg: one of auto, balanced, balanced_unsplit, ring, burst, ulysses"),
     ("--platform tpu", "--platform tpu: one of auto, cpu, cuda"),
     ("--dtype float16", "--dtype float16: one of float32, bfloat16"),
     ("--model gpt", "--model gpt: one of tiny, "),
