@@ -20,7 +20,7 @@ from benchmarks.predict import _markdown as markdown
 from benchmarks.predict import update
 from distflash_jax.cost import Cost, Direction, Kernel, Machine, Rate, Shape
 from distflash_jax.schedule import Table, balanced, choose, ring, split_heads
-from distflash_jax.timeline import simulate
+from distflash_jax.timeline import Timeline, simulate
 from models.config import PRESETS, LlamaConfig
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "paper.md"
@@ -46,6 +46,8 @@ A100 = Machine(
     latency=95e-6,  # as measured on H200s
     memory=MEMORY,
     start=0.0,
+    workers_per_node=PER_NODE,
+    network=NETWORK,
 )
 # Megatron's collectives in units of the activations of a layer, recomputed ones included: appendix D.
 MEGATRON_COLLECTIVES = 14
@@ -98,30 +100,15 @@ class Cell(NamedTuple):
 
 
 def table_seconds(strategy: Table, model: LlamaConfig, P: int, T: int, directions: Sequence[Direction] = BOTH) -> float:
-    """Attention of all layers by a table: its timeline, and what messages between nodes take beyond the kernels."""
-    schedule = choose(strategy, P, kv_heads=model.num_key_value_heads)
-    shape = Shape(T, model.num_attention_heads, model.num_key_value_heads)
-    seconds = simulate(schedule, shape, A100, directions).makespan
-    cost = Cost(schedule, shape)
-    return model.num_hidden_layers * (seconds + sum(_waits(cost, direction) for direction in directions))
+    """Attention of all layers by a table."""
+    return model.num_hidden_layers * timeline(strategy, model, P, T, directions).makespan
 
 
-def _waits(cost: Cost, direction: Direction) -> float:
-    """Beside step s the operands of step s + 1 travel, and the results of step s - 1."""
-    steps, waits = cost.schedule.steps, 0.0
-    for number in range(len(steps) + 1):
-        messages = [*cost.returns(direction, steps[number - 1])] if number else []
-        messages += cost.fetches(direction, steps[number + 1]) if number + 1 < len(steps) else []
-        into, out = [0] * cost.schedule.num_workers, [0] * cost.schedule.num_workers
-        for message in messages:
-            for source, worker in message.permutation:
-                if source // PER_NODE != worker // PER_NODE:
-                    into[worker] += message.size
-                    out[source] += message.size
-        tasks = steps[number].tasks if number < len(steps) else ()
-        kernel = max((A100.kernel_seconds(direction, cost, task) for task in tasks), default=0.0)
-        waits += max(max(*into, *out) / NETWORK - kernel, 0.0)
-    return waits
+def timeline(strategy: Table, model: LlamaConfig, P: int, T: int, directions: Sequence[Direction] = BOTH) -> Timeline:
+    """Attention of one layer by a table."""
+    heads = model.num_key_value_heads
+    shape = Shape(T, model.num_attention_heads, heads, model.head_dim)
+    return simulate(choose(strategy, P, kv_heads=heads), shape, A100, directions)
 
 
 def whole_seconds(model: LlamaConfig, num_heads: float, T: int, directions: Sequence[Direction]) -> float:
@@ -302,7 +289,7 @@ def make_ratios() -> str:
         model, T = model_of(name), 1024 * n
         other, table, split = (step_seconds(x, model, P, T) for x in (ours, "balanced_unsplit", "balanced"))
         ratios = (theirs / published, other / table, other / split, step_seconds(ours, model, P, T, BOTH) / split)
-        lines.append([system, f"{name}, {P} GPUs, {n}K", *(f"{ratio:.2f}" for ratio in ratios), f"{split:.2f}"])
+        lines.append([system, f"{name}, {P} GPUs, {n}K", *map(_ratio, ratios), f"{split:.2f}"])
 
     for (P, n), (megatron, dfa) in STEPS.items():
         for name, theirs, published in zip(("7B", "GQA", "33H"), megatron, dfa, strict=True):
@@ -311,6 +298,9 @@ def make_ratios() -> str:
         add("RSA", "rsa", "7B", P, n, theirs, published)
     for (name, n), (theirs, published) in ULYSSES.items():
         add("Ulysses", "ulysses", name, 16, n, theirs, published)
+    for P, n in STEPS:
+        for system in ("ring", "burst"):
+            add(f"`{system}`", system, "7B", P, n, math.nan, math.nan)
     header = ["", "case", "published", "predicted", "over `balanced`", "with outputs kept too", "`balanced`, s"]
     return markdown(header, lines, 2)
 
@@ -382,20 +372,13 @@ def make_volume() -> str:
 
 
 def make_overlap() -> str:
-    """Messages of LLaMA-7B's attention on 16 GPUs, forward and backward, as a share of the time of its kernels."""
-    lines = []
-    for n in (128, 256, 512):
-        row = [f"{n}K"]
-        for name in ("7B", "GQA"):
-            model = model_of(name)
-            cost = Cost(
-                choose("balanced_unsplit", 16, kv_heads=model.num_key_value_heads),
-                Shape(1024 * n, 32, model.num_key_value_heads),
-            )
-            longest_kernel = lambda x, step, cost=cost: max(A100.kernel_seconds(x, cost, task) for task in step.tasks)
-            kernels = sum(longest_kernel(x, step) for x in BOTH for step in cost.schedule.steps)
-            row.append(f"{sum(_waits(cost, x) for x in BOTH) / kernels:.0%}")
-        lines.append(row)
+    """How long GPUs wait for messages of attention on 16 GPUs, forward and backward, as a share of computing."""
+
+    def share(name: str, n: int) -> float:
+        found = timeline("balanced_unsplit", model_of(name), 16, 1024 * n)
+        return sum(found.exposed) / sum(found.busy)
+
+    lines = [[f"{n}K", *(f"{share(name, n):.0%}" for name in ("7B", "GQA"))] for n in (128, 256, 512)]
     return markdown(["tokens", "7B: exposed", "GQA: exposed"], lines, 1)
 
 
