@@ -89,6 +89,26 @@ class StepRange:
 
 
 @dataclasses.dataclass(frozen=True)
+class SaveEvery:
+    """Steps, or else seconds, between two checkpoints."""
+
+    steps: int | None = None
+    seconds: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.steps}" if self.steps else f"{self.seconds}s"
+
+    @classmethod
+    def parse(cls, text: str) -> "SaveEvery":
+        found = re.fullmatch(r"([1-9]\d{0,8})([smh]?)", text)
+        if found is None:
+            raise InputError(f"--save-every {text}: steps such as 500, or a time such as 90s, 10m or 1h")
+        if not found[2]:
+            return cls(steps=int(found[1]))
+        return cls(seconds=int(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]])
+
+
+@dataclasses.dataclass(frozen=True)
 class Source:
     """A file or folder of training data, and its share of the samples relative to the other sources."""
 
@@ -138,6 +158,12 @@ def cli[Settings](
 def given(arguments: Sequence[str]) -> Set[str]:
     """The flags of a command line."""
     return set(_flags_in(arguments))
+
+
+def without(arguments: Sequence[str], *flags: str) -> list[str]:
+    """A command line without these flags, of which each has a value."""
+    pairs = zip(["", *arguments], arguments, strict=False)
+    return [word for before, word in pairs if before not in flags and word.partition("=")[0] not in flags]
 
 
 def _flags_in(arguments: Sequence[str]) -> list[str]:

@@ -58,6 +58,7 @@ def make_model(
     remat: Remat = "none",
     strategy: Strategy = "balanced",
     num_nodes: int = 1,
+    deterministic: bool = False,
 ) -> Llama:
     """A Llama whose attention is spread over the seq axis of the mesh, its heads over tensor.
 
@@ -65,7 +66,9 @@ def make_model(
     """
     options = {"remat": make_remat(remat, mesh), "dtype": dtype, "rngs": rngs}
     if strategy == "megatron":
-        attention = functools.partial(distflash_attention, mesh=mesh, axis=(), spec=megatron.HEADS, causal=True)
+        attention = functools.partial(
+            distflash_attention, mesh=mesh, axis=(), spec=megatron.HEADS, causal=True, deterministic=deterministic
+        )
         deal = functools.partial(megatron.deal, mesh, megatron.split_of(llama, mesh))
         gather = make_gather(mesh, dtype, deal, megatron.BLOCK_AXES)
         return Llama(llama, attention=attention, gather=gather, projections=megatron.make_projections(mesh), **options)
@@ -77,6 +80,7 @@ def make_model(
         spec=P(HEADS[0], axis, HEADS[2]),
         strategy=strategy,
         causal=True,
+        deterministic=deterministic,
     )
     return Llama(llama, attention=attention, gather=make_gather(mesh, dtype), **options)
 
@@ -92,8 +96,16 @@ def _split_seq(mesh: Mesh, num_nodes: int) -> Mesh:
 
 def model_maker(config: Config, mesh: Mesh) -> Callable[[nnx.Rngs], Llama]:
     """What makes the model of a run from random streams."""
-    options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat, "strategy": config.strategy}
-    return functools.partial(make_model, config.llama, mesh, num_nodes=config.mesh.num_nodes, **options)
+    return functools.partial(
+        make_model,
+        config.llama,
+        mesh,
+        dtype=jnp.dtype(config.dtype),
+        remat=config.remat,
+        strategy=config.strategy,
+        num_nodes=config.mesh.num_nodes,
+        deterministic=config.deterministic,
+    )
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:
