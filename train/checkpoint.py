@@ -180,6 +180,7 @@ class Checkpoints:
         if distributed.is_first():
             for path in self._directory.glob(f"{step}{_TEMPORARY}*"):
                 shutil.rmtree(path, ignore_errors=True)
+        fault("failed", step, jax.process_index())
         saving.set_exception(error)
 
     def _delete_old(self) -> None:
