@@ -17,6 +17,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ SMALL = [
     *("--warmup-steps", "2", "--data", "data.txt"),
 ]
 STEPS = 12
+PAIR = "data=2,seq=1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,16 @@ class Lab:
         outcome = self.end(self.start("--steps", str(steps), *flags, **options))
         assert outcome.code == code, f"exit code {outcome.code} instead of {code}: {outcome.said[-2000:]}"
         return outcome
+
+    def pair(self, *flags: str, fault: str = "") -> tuple[Outcome, Outcome]:
+        """Runs the command as two processes of a device each to its end."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        job = (*("--steps", str(STEPS)), *flags, "--coordinator", f"localhost:{port}", "--num-processes", "2")
+        children = [self.start(*job, "--process-id", str(i), fault=fault, mesh=PAIR) for i in (0, 1)]
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(self.end, children)
+        return first, second
 
     def undisturbed(self, *flags: str, steps: int = STEPS, mesh: str = "seq=2") -> Outcome:
         """A run of the same settings and data that nothing happens to."""
@@ -481,6 +493,48 @@ def hash_seeds(lab: Lab) -> None:
     lab.assert_exact()
 
 
+def pair_ends(fault: str, codes: tuple[int, int], *said: str, flags: tuple[str, ...] = ()) -> Callable[[Lab], None]:
+    """A fault in one of two processes; `said` are the ends of both's lines for people, where they are ours."""
+
+    def drill(lab: Lab) -> None:
+        outcomes = lab.pair("--save-every", "3", *flags, fault=fault)
+        assert tuple(outcome.code for outcome in outcomes) == codes, [outcome.said[-2000:] for outcome in outcomes]
+        for outcome, words in zip(outcomes, said, strict=True):
+            assert words in outcome.said[-2000:], outcome.said[-2000:]
+        lab.train(mesh=PAIR)
+        if lab.outcomes[1].lines:
+            lab.outcomes.pop(0)
+        lab.assert_exact(golden=lab.undisturbed(mesh=PAIR), rel=1e-6)
+
+    return drill
+
+
+def slow_process(lab: Lab) -> None:
+    first, _ = lab.pair(fault=" ".join(f"data@{step}/1,pause" for step in (5, 6)))
+    slow = {line["step"] for line in first.lines if line["slowest_process"] == 1 and line["own_seconds_max"] > 1}
+    assert slow >= {6, 7}
+    lab.assert_exact(golden=lab.undisturbed(mesh=PAIR), rel=1e-6)
+
+
+def stuck_alone(lab: Lab) -> None:
+    stuck = lab.train("--save-every", "3", "--stuck-after", "2", fault="data@8,hang", code=13)
+    assert "in fault" in stuck.said and "stuck for" in stuck.last_line and "in the phase data" in stuck.last_line
+    assert "resuming after step 6" in lab.train().said
+    lab.assert_exact()
+
+
+def not_finite(lab: Lab) -> None:
+    stopped = lab.train("--lr", "1e30", "--save-every", "2", code=4)
+    assert stopped.said.count("and changed nothing; its batch: rows ") == 3
+    assert "that makes 3 in a row (--max-bad-steps)" in stopped.last_line
+    assert max(stopped.by_step("loss")) == 3 and lab.checkpoints() == [2]
+
+
+def taken_twice(lab: Lab) -> None:
+    lab.train("--deterministic", "--check-determinism", "2")
+    lab.assert_exact()
+
+
 @dataclasses.dataclass(frozen=True)
 class Drill:
     """One row of docs/reliability.md."""
@@ -624,6 +678,79 @@ DRILLS = [
     Drill("broken compile cache", "its files cut and flipped", "compiles anew, exact", broken_compile_cache),
     Drill("curves", "kill -9, then TensorBoard's files", "each step once, in order", curves_after_a_kill),
     Drill("compilations", "saves, a resume", "each session compiles the step once", compilations),
+    Drill(
+        "exception in process 1",
+        "an exception in step 5 of process 1 of two",
+        "its traceback and exit 1; the other has one line with process and error, and exit 6; resumes exactly",
+        pair_ends("step@5/1,raise", (6, 1), "error: process 1 (", "FaultError: asked for by FAULT"),
+    ),
+    Drill(
+        "exception in process 0",
+        "an exception with the data of step 5 in process 0 of two",
+        "the same the other way round",
+        pair_ends("data@5/0,raise", (1, 6), "FaultError: asked for by FAULT", "error: process 0 ("),
+    ),
+    Drill(
+        "exception in an evaluation",
+        "an exception in an evaluation in process 1 of two",
+        "the same",
+        pair_ends(
+            *("evaluate@6/1,raise", (6, 1), "error: process 1 (", "FaultError: asked for by FAULT"),
+            flags=("--eval-every", "3", "--eval-data", "data.txt", "--eval-batches", "1"),
+        ),
+    ),
+    Drill(
+        "killed process 1",
+        "kill -9 of process 1 of two",
+        "the other has one line that names it, and exit 6; resumes exactly",
+        pair_ends("step@5/1,kill", (6, -9), "is gone without a word", ""),
+    ),
+    Drill(
+        "killed process 0",
+        "kill -9 of process 0 of two, which coordinates",
+        "the other has one line that names it, and exit 6; resumes exactly",
+        pair_ends("step@5/0,kill", (-9, 6), "", "error: process 0, which listens at localhost:"),
+    ),
+    Drill(
+        "stuck process",
+        "process 1 of two sleeps in step 8, `--stuck-after 3`",
+        "its stacks and exit 13; the other has one line with process and phase, and exit 6; resumes exactly",
+        pair_ends("data@8/1,hang", (6, 13), "in the phase data", "stuck for", flags=("--stuck-after", "3")),
+    ),
+    Drill(
+        "stuck alone", "a run sleeps in step 8, `--stuck-after 2`", "its stacks, exit 13, resumes exactly", stuck_alone
+    ),
+    Drill(
+        "SIGTERM to one of two",
+        "SIGTERM to process 1 of two in step 5",
+        "both save after the same step, exit 0, resumes exactly",
+        pair_ends("step@5/1,term", (0, 0), "stopped after step 5", ""),
+    ),
+    Drill(
+        "SIGTERM in a save of two",
+        "SIGTERM to process 1 of two as checkpoint 6 begins",
+        "both save after the same step, exit 0, resumes exactly",
+        pair_ends("save@6/1,term", (0, 0), "stopped after step 7", ""),
+    ),
+    Drill(
+        "SIGTERM to one that compiles",
+        "SIGTERM to process 1 of two before the first step",
+        "exit 0, resumes exactly",
+        pair_ends("compile/1,term", (0, 0), "stopped after step 0", ""),
+    ),
+    Drill("slow process", "process 1 of two pauses twice", "the lines of these steps name it", slow_process),
+    Drill(
+        "not finite",
+        "`--lr 1e30`, whose steps overflow",
+        "each names its batch and changes nothing, exit 4 after three in a row, nothing is saved of them",
+        not_finite,
+    ),
+    Drill(
+        "a step taken twice",
+        "`--deterministic --check-determinism 2`",
+        "equal, and the losses are the same",
+        taken_twice,
+    ),
     Drill("hash seeds", "another PYTHONHASHSEED in the second session", "exact", hash_seeds),
 ]
 

@@ -67,7 +67,9 @@ def test_other_shapes_names_orders_and_dtypes_are_other_states():
 
 def test_replicas_that_differ_do_not_pass_as_one():
     mesh = mesh_of(2)
-    pieces = [jax.device_put(np.float32([1, value]), device) for x, device in zip((2, 3), mesh.devices, strict=True)]
+    pieces = [
+        jax.device_put(np.float32([1, value]), device) for value, device in zip((2, 3), mesh.devices, strict=True)
+    ]
     uneven = jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, P()), pieces)
     even = [checksum.digests({"x": piece})["x"].split()[1] for piece in pieces]
     assert checksum.digests({"x": uneven})["x"].split()[1] == "/".join(sorted(even))

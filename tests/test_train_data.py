@@ -84,6 +84,20 @@ def test_a_batch_larger_than_the_data_repeats_rows():
     assert next(batches_over(np.arange(8), seq_len=4, batch_size=5))["tokens"].shape == (5, 4)
 
 
+def test_a_batch_is_named_by_its_rows_in_the_sources_though_only_a_part_is_read():
+    shares = [share_of(np.arange(40)), share_of(np.arange(100, 180))]
+    shares[1] = Share(shares[1].tokens, shares[1].rows.split(0.5, seed=0)[0])
+    for part in ((slice(None), slice(None)), (slice(1, 2), slice(0, 2))):
+        batches = Batches(shares, batch_size=4, seed=0, part=part)
+        whole = Batches(shares, batch_size=4, seed=0)
+        firsts = [next(whole)["tokens"][:, 0] for _ in range(3)][-1]
+        named = [f"{(first - 100 * (first >= 100)) // 4}" for first in sorted(firsts, key=lambda first: first >= 100)]
+        for _ in range(3):
+            next(batches)
+        here, there = (named[half] for half in (slice(0, 2), slice(2, 4)))
+        assert batches.last == f"rows {', '.join(here)} of here and rows {', '.join(there)} of here"
+
+
 def test_the_seed_decides_the_order():
     def first(seed):
         batches = batches_over(np.arange(400), seed=seed)

@@ -12,7 +12,7 @@ from train.checkpoint import Checkpoints
 from train.exits import Exit, Stop
 from train.flags import SaveEvery, without
 from train.interrupt import Interrupt
-from train.report import Clock
+from train.report import Clock, Pace
 from train.saving import Saver
 
 
@@ -36,7 +36,7 @@ def run(tmp_path, said):
     with Interrupt(lambda: None, tmp_path / "SAVE") as interrupt:
 
         def make(every, start=0):
-            saver = Saver(disk, SaveEvery.parse(every), interrupt, Clock(), step=start)
+            saver = Saver(disk, SaveEvery.parse(every), interrupt, Pace(Clock()), step=start)
             return saver, lambda step: saver.after_step(step, {"x": jnp.arange(4.0) + step}, {"next": step})
 
         make.disk = disk

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as orbax
 
@@ -62,7 +61,7 @@ class Checkpoints:
 
         To be called when no save is under way. `position` is JSON. What goes wrong is in `pending`, nothing is raised.
         """
-        arrays = _by_name(state)
+        arrays = by_name(state)
         digests = checksum.digests(arrays)
         self.pending = saving = concurrent.futures.Future()
 
@@ -215,7 +214,7 @@ class Checkpoints:
         if distributed.any_process(found is None) or found is None:
             return None, reason
         state, saved = found
-        digests = checksum.digests(_by_name(state))
+        digests = checksum.digests(by_name(state))
         wrong = [name for name, digest in digests.items() if digest != saved["arrays"][name]]
         if distributed.any_process(bool(wrong)):
             return None, f"{wrong[0]} is not what was saved" if wrong else reason
@@ -223,7 +222,7 @@ class Checkpoints:
 
     def _load(self, step: int, state_struct: Any) -> tuple[Any, dict[str, Any]]:
         """This process's part, and what was saved with it."""
-        path, wanted = self._directory / str(step), _by_name(state_struct)
+        path, wanted = self._directory / str(step), by_name(state_struct)
         saved = _unsealed(path)
         self._check_same(step, wanted, saved["arrays"])
         loaded = orbax.load_checkpointables(str(path), {"state": wanted})["state"]
@@ -247,7 +246,7 @@ class Checkpoints:
             target.parent.mkdir(exist_ok=True)
             (self._directory / str(step)).rename(target)
         if steps:
-            multihost_utils.sync_global_devices("checkpoints are moved away")
+            distributed.barrier("checkpoints are moved away")
 
 
 @contextlib.contextmanager
@@ -291,7 +290,7 @@ def _alone() -> orbax.Context:
     return context
 
 
-def _by_name(tree: Any) -> dict[str, Any]:
+def by_name(tree: Any) -> dict[str, Any]:
     """The leaves by their path, so that a checkpoint does not depend on the classes that hold them."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -32,6 +32,15 @@ def digests(arrays: Mapping[str, Array]) -> dict[str, str]:
     }
 
 
+def by_device(arrays: Mapping[str, Array]) -> Array:
+    """uint32[devices, arrays, 2]: the sums of the part of each array that each device of their mesh holds.
+
+    Equal where two devices hold the same part. The result is spread over the devices as the arrays are.
+    """
+    leaves = list(arrays.values())
+    return _own_sums(tuple(leaf.sharding for leaf in leaves))(leaves)
+
+
 def of_state(digests: Mapping[str, str]) -> str:
     """One checksum of all arrays and their names, as 16 hexadecimal digits."""
     text = "\n".join(f"{name} {digests[name]}" for name in sorted(digests))
@@ -45,6 +54,19 @@ def describe(array: Array | jax.ShapeDtypeStruct) -> str:
 
 def _replicated(sharding: Sharding) -> Sharding:
     return NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
+
+
+@functools.cache
+def _own_sums(shardings: tuple[NamedSharding, ...]):
+    mesh = shardings[0].mesh
+
+    def sums(leaves: Iterable[Array]) -> UInt32[Array, "1 arrays 2"]:
+        return jnp.stack([_sums_of(leaf) for leaf in leaves])[None]
+
+    # Replicas are to be told apart, which shard_map would take for one value.
+    specs = [sharding.spec for sharding in shardings]
+    own = jax.shard_map(sums, mesh=mesh, in_specs=(specs,), out_specs=P(mesh.axis_names), check_vma=False)
+    return jax.jit(own)
 
 
 @functools.cache

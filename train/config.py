@@ -94,6 +94,8 @@ class Config:
     several, samples are drawn in proportion to the weights. Lines and rows hold a text, or messages, or prompt
     and completion, of which the answers alone are learned. Without it: the source files of Python's standard
     library."""
+    max_bad_lines: Annotated[int, flags.whole_or_zero] = 0
+    """Lines and rows of each source that are skipped because they hold no document; one more ends the run."""
     packing: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Attention ends where a document ends, and positions begin anew; without it documents see those before them in
     the row."""
@@ -128,6 +130,17 @@ class Config:
     """Where scalars go beside the TensorBoard files of the run-dir; each has an extra of its name."""
     profile_steps: Annotated[StepRange | None, flags.parsed(StepRange.parse, "FIRST:LAST")] = None
     """Steps to profile, both included, for `tensorboard --logdir RUN_DIR`."""
+    deterministic: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """The same bits in every run on the same devices, at some cost on GPUs; on CPUs it is so anyway."""
+    check_determinism: Annotated[int | None, flags.whole] = None
+    """Steps between two that are taken twice and compared bit by bit, the copies on all devices too; a difference ends
+    the run with exit code 5. On GPUs with --deterministic."""
+    max_bad_steps: Annotated[int, flags.whole] = 3
+    """Steps in a row without a finite loss and gradient, which change nothing, that end the run with exit code 4."""
+    stuck_after: Annotated[float, flags.at_least_zero] = 60.0
+    """Seconds after which a step that does not end ends the run with exit code 13 and the stacks of its threads, and
+    five times the median step if that is longer; 60 times as many for a compilation, 30 times for a save, a restore
+    or an evaluation. 0: never."""
     seed: Annotated[int, flags.whole_or_zero] = 0
     """Decides the initial weights and the order of the data."""
     platform: Annotated[Platform, flags.choice(*get_args(Platform))] = "auto"
@@ -318,10 +331,21 @@ _MAY_CHANGE = {
     "sample_every",
     "sample_prompt",
     "log",
+    "stuck_after",
+    "max_bad_steps",
+    "check_determinism",
 }
 # How a step is computed, not what: another one goes on with the same batches, and the same losses up to rounding. The
 # default run-dir tells them apart nevertheless.
-_MAY_CHANGE_ON_RESUME = _MAY_CHANGE | {"mesh", "remat", "strategy", "accumulate", "platform"}
+_MAY_CHANGE_ON_RESUME = _MAY_CHANGE | {
+    "mesh",
+    "remat",
+    "strategy",
+    "accumulate",
+    "platform",
+    "deterministic",
+    "max_bad_lines",
+}
 # These are not of the training; without run_dir, a run-dir can be moved.
 _NOT_SAVED = (
     *("overrides", "run_dir", "checkpoint", "accept", "config", "print_config", "dry_run", "device_memory"),

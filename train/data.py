@@ -18,7 +18,7 @@ from train.distributed import WHOLE, Part
 from train.flags import InputError
 from train.loss import IGNORED
 from train.report import say
-from train.sources import Document, documents, files_of, is_token_file, map_tokens
+from train.sources import BadLines, Document, documents, files_of, is_token_file, map_tokens
 from train.tokenizer import ByteTokenizer, Encoded, Tokenizer, load_tokenizer
 
 _CHECKED_AT_ONCE = 2**24
@@ -58,6 +58,7 @@ def load(
     tokenizer: Tokenizer = _BYTES,
     cache: Path | None = None,
     flag: str = "--data",
+    max_bad_lines: int = 0,
 ) -> Tokens:
     """Returns the tokens of a file or folder, or of Python's own source text where `path` is None.
 
@@ -68,6 +69,7 @@ def load(
       cache: folder in which the tokens of a tokenizer.json are kept, so that only the first call makes them;
         without it, and for bytes, they are in memory.
       flag: begins the message of an error.
+      max_bad_lines: that are no document and are skipped, which is told.
 
     Raises:
       InputError: unreadable, empty, malformed, or a token outside the vocabulary.
@@ -78,7 +80,7 @@ def load(
         if path is not None and is_token_file(path):
             values, starts, smallest = map_tokens(path), None, 0
         else:
-            values, starts = _encode(files_of(path), source, tokenizer, cache)
+            values, starts = _encode(files_of(path), source, tokenizer, cache, BadLines(max_bad_lines))
     except InputError as error:
         raise InputError(f"{flag} {error}") from None
     if len(values) < 2:
@@ -126,7 +128,7 @@ class Rows:
         return whole + (rest > 1)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        start = (index if self.chosen is None else int(self.chosen[index])) * self.seq_len
+        start = self.number(index) * self.seq_len
         piece = np.asarray(self.values[start : start + self.seq_len], np.int32)
         is_read_only = piece < 0
         tokens = np.zeros(self.seq_len, np.int32)
@@ -143,6 +145,10 @@ class Rows:
             row["segment_ids"] = np.zeros(self.seq_len, np.int32)
             row["segment_ids"][: len(piece)] = 1 + np.cumsum(begins)
         return row
+
+    def number(self, index: int) -> int:
+        """Where a row stands in the stream, from 0."""
+        return int(index if self.chosen is None else self.chosen[index])
 
     def split(self, fraction: float, seed: int) -> tuple["Rows", "Rows"]:
         """Returns (kept, held out): the seed and a row's number alone decide where it belongs.
@@ -205,10 +211,19 @@ class Batches:
         """This process's part of the batch of these (source, row) pairs."""
         rows, columns = self._part
         read = [self._shares[source].rows[row] for source, row in numbers[rows]]
-        return {name: np.stack([row[name][columns] for row in read]) for name in read[0]}
+        return {name: np.stack([row[name][columns] for row in read]) for name in read[0]} | {"numbers": numbers}
 
     def __next__(self) -> dict[str, np.ndarray]:
-        return next(self._iterator)
+        batch = next(self._iterator)
+        self._numbers = batch.pop("numbers")
+        return batch
+
+    @property
+    def last(self) -> str:
+        """The rows of the batch that was given last, in the parts of all processes, by number and source."""
+        rows = [[share.rows.number(row) for i, row in self._numbers if i == j] for j, share in enumerate(self._shares)]
+        named = [(share.tokens.source, numbers) for share, numbers in zip(self._shares, rows, strict=True) if numbers]
+        return " and ".join(f"rows {', '.join(map(str, numbers))} of {source}" for source, numbers in named)
 
     @property
     def position(self) -> dict[str, Any]:
@@ -266,9 +281,9 @@ def open_data(config: Config, cache: Path) -> Data:
     tokenizer = load_tokenizer(folder)
     if folder is not None and tokenizer.vocab_size > vocab_size:
         raise InputError(f"--vocab-size {vocab_size}: at least {tokenizer.vocab_size}, for --tokenizer {folder}")
-    training, held_out = [], []
+    training, held_out, most = [], [], config.max_bad_lines
     for source in config.data or (None,):
-        tokens = load(source and source.path, vocab_size, tokenizer=tokenizer, cache=cache)
+        tokens = load(source and source.path, vocab_size, tokenizer=tokenizer, cache=cache, max_bad_lines=most)
         starts = starts_of(tokens, folder and tokenizer) if config.packing else None
         rows, weight = Rows(tokens.values, config.seq_len, starts=starts), source.weight if source else 1.0
         if config.eval_fraction is not None:
@@ -279,7 +294,9 @@ def open_data(config: Config, cache: Path) -> Data:
             held_out.append(Share(tokens, others, weight))
         training.append(Share(tokens, rows, weight))
     if config.eval_data is not None:
-        tokens = load(config.eval_data, vocab_size, tokenizer=tokenizer, cache=cache, flag="--eval-data")
+        tokens = load(
+            config.eval_data, vocab_size, tokenizer=tokenizer, cache=cache, flag="--eval-data", max_bad_lines=most
+        )
         starts = starts_of(tokens, folder and tokenizer) if config.packing else None
         held_out.append(Share(tokens, Rows(tokens.values, config.seq_len, starts=starts)))
     evaluated = [config.eval_data] if config.eval_data else [source.path for source in config.data]
@@ -333,18 +350,22 @@ def _mix_bits(count: int, seed: int) -> np.ndarray:
     return bits
 
 
-def _encode(files: list[Path], source: str, tokenizer: Tokenizer, cache: Path | None) -> tuple[np.ndarray, np.ndarray]:
+def _encode(
+    files: list[Path], source: str, tokenizer: Tokenizer, cache: Path | None, bad: BadLines
+) -> tuple[np.ndarray, np.ndarray]:
     """(the tokens of all documents, one after the other; where each begins); from the cache where they are kept."""
     if cache is None or isinstance(tokenizer, ByteTokenizer):
-        pieces = list(tokenizer.encode(_filled(files)))
+        pieces = list(tokenizer.encode(_filled(files, bad), bad))
+        _tell_of_skipped(bad, source)
         values = np.concatenate([piece.values for piece in pieces]) if pieces else np.zeros(0, np.uint16)
         return values, _starts([(len(piece.values), piece.is_start) for piece in pieces])
-    kept = cache / f"{_fingerprint(files, tokenizer.fingerprint)}.int32"
+    kept = cache / f"{_fingerprint(files, f'{tokenizer.fingerprint} {bad.most}')}.int32"
     starts = kept.with_suffix(".starts.npy")
     if not (kept.exists() and starts.exists()):
         total = sum(file.stat().st_size for file in files)
         sizes: list[tuple[int, bool]] = []
-        _write(kept, _with_notes(tokenizer.encode(_filled(files)), source, total, sizes))
+        _write(kept, _with_notes(tokenizer.encode(_filled(files, bad), bad), source, total, sizes))
+        _tell_of_skipped(bad, source)
         partial = starts.with_suffix(f".{os.getpid()}.npy")
         np.save(partial, _starts(sizes))
         partial.replace(starts)
@@ -357,8 +378,13 @@ def _starts(sizes: list[tuple[int, bool]]) -> np.ndarray:
     return offsets[[is_start for _, is_start in sizes]].astype(np.int64)
 
 
-def _filled(files: list[Path]) -> Iterator[Document]:
-    return (document for file in files for document in documents(file) if document.content)
+def _filled(files: list[Path], bad: BadLines) -> Iterator[Document]:
+    return (document for file in files for document in documents(file, bad) if document.content)
+
+
+def _tell_of_skipped(bad: BadLines, source: str) -> None:
+    if bad.skipped:
+        say(f"warning   {len(bad.skipped)} lines of {source} are skipped, of which the first: {bad.skipped[0]}")
 
 
 def _fingerprint(files: list[Path], tokenizer: str) -> str:

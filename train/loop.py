@@ -19,7 +19,8 @@ from distflash_jax.cost import MACHINES, Shape
 from distflash_jax.timeline import Timeline, simulate
 from models import huggingface
 from train import data, distributed
-from train.checkpoint import Checkpoints, quiet
+from train.checkpoint import Checkpoints, by_name, quiet
+from train.checks import BadSteps, checked
 from train.config import Config, check_run_dir, open_run_dir, run_dir_of, settings_of
 from train.decode import Samples
 from train.evaluation import Evaluation
@@ -31,11 +32,12 @@ from train.mesh import describe, make_mesh, peak_memory
 from train.packing import idle_share
 from train.plan import dry_run, explain_exhaustion, ideal_seconds
 from train.program import build_program
-from train.report import Clock, Report, say
+from train.report import Clock, Pace, Report, say
 from train.saving import Saver
 from train.sharding import HEADS, bytes_per_device
 from train.sinks import Sink, TensorBoard, Tracker
 from train.step import Params, Program, TrainState
+from train.watchdog import Watchdog
 
 
 def run(config: Config, command: list[str]) -> None:
@@ -46,6 +48,7 @@ def run(config: Config, command: list[str]) -> None:
     clock = Clock()
     flags = xla_flags.choose(num_processes=distributed.num_processes())
     xla_flags.apply(flags | (xla_flags.PROFILING if config.profile_steps is not None else {}))
+    xla_flags.apply(xla_flags.DETERMINISTIC if config.deterministic else {})
     mesh = make_mesh(config.mesh, config.platform)
     config = _resolve(config, mesh)
     if config.dry_run:
@@ -86,13 +89,16 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
             lambda: say("stopping after this step; a second signal leaves at once"),
             run_dir / "SAVE" if distributed.is_first() else None,
         ) as interrupt,
+        Watchdog(clock, config.stuck_after),
         contextlib.closing(Checkpoints(run_dir / "checkpoints", keep=config.keep)) as checkpoints,
     ):
         start, state = _start(config, program, checkpoints, batches, clock)
         if start >= config.steps:
             say(f"finished before: {start} of {config.steps} steps are done; a larger --steps continues")
             return
-        done, saver = start, Saver(checkpoints, config.save_every, interrupt, clock, step=start)
+        done, pace, process = start, Pace(clock), jax.process_index()
+        bad_steps = BadSteps(config.max_bad_steps)
+        saver = Saver(checkpoints, config.save_every, interrupt, pace, step=start)
         with (
             Report(
                 clock,
@@ -104,24 +110,28 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
             Profile(config.profile_steps if distributed.is_first() else None, run_dir) as profile,
         ):
             with clock.phase("compile"):
+                fault("compile", process=process)
                 take_step, evaluate = _compile(config, program, evaluation, clock)
             stop = saver.after_step(done, state, batches.position)
             while done < config.steps and not stop:
                 done += 1
-                fault("step", done, jax.process_index())
+                fault("step", done, process)
                 with profile.step(done):
                     with clock.phase("data"):
+                        fault("data", done, process)
                         rows = next(batches)
                         batch = distributed.place(rows, program.batch_sharding, shape, part)
                     with clock.phase("step"):
-                        state, metrics = take_step(state, batch)
+                        state, metrics = take_step(done, state, batch)
                         metrics = jax.device_get(metrics)
                 metrics = {name: value.item() for name, value in metrics.items()}
-                report.step(done, metrics | _memory(mesh) | _idle(config, rows))
+                bad_steps.check(done, metrics, batches.last)
+                report.step(done, metrics | pace.metrics | _memory(mesh) | _idle(config, rows))
                 stop = saver.after_step(done, state, batches.position)
                 is_last = done == config.steps
                 if evaluate is not None and (is_last or done % (config.eval_every or config.steps) == 0):
                     with clock.phase("evaluate"):
+                        fault("evaluate", done, process)
                         metrics = evaluate(state)
                     report.evaluation(done, metrics)
                 if samples is not None and (is_last or done % (config.sample_every or 1) == 0):
@@ -191,11 +201,14 @@ def _make_evaluation(config: Config, opened: data.Data) -> Evaluation | None:
 def _compile(
     config: Config, program: Program, evaluation: Evaluation | None, clock: Clock
 ) -> tuple[Callable, Callable[[TrainState], dict[str, float]] | None]:
-    """The step, compiled ahead, and the evaluation of a state if there is one, which compiles as it meets a shape."""
+    """(number, state, batch) -> the step, compiled ahead; and the evaluation of a state if there is one, which compiles
+    as it meets a shape.
+    """
     batch = program.batch_struct(config.batch_size, config.seq_len)
-    step = program.step.lower(program.state_struct, batch).compile()
+    compiled_step = program.step.lower(program.state_struct, batch).compile()
+    step = checked(compiled_step, config.check_determinism, by_name)
     if config.platform == "cuda" and config.mesh.seq > 1:
-        _tell_of_exposed(step.as_text())
+        _tell_of_exposed(compiled_step.as_text())
     if evaluation is None:
         return step, None
     compiled: dict[tuple[int, ...], Callable] = {}
@@ -290,7 +303,9 @@ def _start(
     config: Config, program: Program, checkpoints: Checkpoints, batches: data.Batches, clock: Clock
 ) -> tuple[int, TrainState]:
     """Returns the steps done and the state after them, with `batches` at the batch that comes next."""
-    restored = checkpoints.restore(program.state_struct, step=config.checkpoint)
+    with clock.phase("restore"):
+        fault("restore", process=jax.process_index())
+        restored = checkpoints.restore(program.state_struct, step=config.checkpoint)
     for note in checkpoints.notes:
         say(note)
     if restored is None:

@@ -55,6 +55,7 @@ def make_model(
     dtype: DTypeLike,
     remat: Remat = "none",
     strategy: Strategy = "balanced",
+    deterministic: bool = False,
 ) -> Llama:
     """A Llama whose attention is spread over the seq axis of the mesh, its heads over tensor."""
     attention = functools.partial(
@@ -64,6 +65,7 @@ def make_model(
         spec=HEADS,
         strategy=strategy,
         causal=True,
+        deterministic=deterministic,
     )
     return Llama(
         llama,
@@ -77,8 +79,15 @@ def make_model(
 
 def model_maker(config: Config, mesh: Mesh) -> Callable[[nnx.Rngs], Llama]:
     """What makes the model of a run from random streams."""
-    options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat, "strategy": config.strategy}
-    return functools.partial(make_model, config.llama, mesh, **options)
+    return functools.partial(
+        make_model,
+        config.llama,
+        mesh,
+        dtype=jnp.dtype(config.dtype),
+        remat=config.remat,
+        strategy=config.strategy,
+        deterministic=config.deterministic,
+    )
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:

@@ -9,7 +9,7 @@ from train.checkpoint import Checkpoints, cause
 from train.exits import Exit, Stop
 from train.flags import SaveEvery
 from train.interrupt import Interrupt
-from train.report import Clock, say
+from train.report import Pace, say
 
 _MOST_FAILURES = 3
 
@@ -25,12 +25,12 @@ class Saver:
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, every: SaveEvery, interrupt: Interrupt, clock: Clock, *, step: int
+        self, checkpoints: Checkpoints, every: SaveEvery, interrupt: Interrupt, pace: Pace, *, step: int
     ) -> None:
         self._checkpoints = checkpoints
         self._every = every
         self._interrupt = interrupt
-        self._clock = clock
+        self._pace = pace
         self._since = time.monotonic()
         # The step of the last save that was begun, and what to say once it is whole.
         self._step, self._line = step, ""
@@ -44,16 +44,15 @@ class Saver:
         """
         pending = self._checkpoints.pending
         has_failed = pending is not None and pending.done() and pending.exception() is not None
-        flags = distributed.of_all(self._interrupt.requested, self._is_due(step), has_failed)
-        stop, due, failed = flags.any(axis=0)
+        stop, due, failed = self._pace.any_of(self._interrupt.requested, self._is_due(step), has_failed)
         if failed:
             self._tell_of_failure()
         elif pending is not None and pending.done():
             self._tell_of_success()
         if due:
-            with self._clock.phase("save"):
+            with self._pace.clock.phase("save"):
                 self._save(step, state, position)
-        return bool(stop)
+        return stop
 
     def finish(self, step: int, state: Any, position: dict[str, Any]) -> None:
         """Returns once a checkpoint of the last step is whole.
@@ -61,7 +60,7 @@ class Saver:
         Raises:
           Stop: it, and the two that were begun before it, have failed.
         """
-        with self._clock.phase("save"):
+        with self._pace.clock.phase("save"):
             while not (self._settle() and self._step == step):
                 self._save(step, state, position)
 

@@ -1,6 +1,7 @@
 """One training step, compiled once: `build` gives the functions that make, advance and judge a state."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -89,7 +90,8 @@ class Program:
     Attributes:
         init: makes the state of step 0.
         step: (state, batch) -> (state, metrics), donating the state. Metrics are `loss` (without the z-loss),
-            `num_tokens` (labels that count), `grad_norm` (before clipping) and `learning_rate`.
+            `num_tokens` (labels that count), `grad_norm` (before clipping), `learning_rate`, and `is_finite`: where
+            the loss or the gradient is not, the state comes back as it was, its step and schedule included.
         token_losses: (params, batch) -> cross entropy [B T] of every position, 0 where the label is -1.
         state_struct: shapes, dtypes and shardings of the state, for a restore.
         batch_sharding: of `batch["tokens"]` and `batch["labels"]`, int32 [B T], where labels are shifted
@@ -197,8 +199,11 @@ def build(
         sums_shardings = (replicated, shardings.params)
         zeros = jax.tree.map(jnp.zeros_like, (share, state.params))
         (loss, grads), _ = jax.lax.scan(add, zeros, _split(batch, optimizer.accumulate, mesh))
-        state, metrics = _update(state, grads, optimizer)
-        return state, {"loss": loss, "num_tokens": num_tokens, **metrics}
+        updated, metrics = _update(state, grads, optimizer)
+        # Of any gradient that is not finite neither is the norm. A branch would need both states at a time.
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+        state = jax.tree.map(functools.partial(jnp.where, is_finite), updated, state)
+        return state, {"loss": loss, "num_tokens": num_tokens, **metrics, "is_finite": is_finite}
 
     return Program(
         init=jax.jit(init, out_shardings=shardings),
