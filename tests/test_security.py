@@ -111,10 +111,12 @@ def test_compiled_programs_are_kept_where_nobody_else_can_write(tmp_path, monkey
     folder = tmp_path / "distflash_jax" / "compiled"
     assert kept == {"jax_compilation_cache_dir": str(folder)} and folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    with pytest.raises(InputError, match=r"--compile-cache .*/compiled: a folder of yours that not everybody can write"):
+    with pytest.raises(
+        InputError, match=r"--compile-cache .*/compiled: a folder of yours that not everybody can write"
+    ):
         mesh.keep_compiled(None, "cuda")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
-    with pytest.raises(InputError, match="^JAX_COMPILATION_CACHE_DIR"):
+    with pytest.raises(InputError, match=r"^JAX_COMPILATION_CACHE_DIR"):
         mesh.keep_compiled(None, "cpu")
     with pytest.raises(InputError, match="^--compile-cache /proc/x: a folder that can be made"):
         mesh.keep_compiled(Path("/proc/x"), "cpu")
