@@ -118,5 +118,5 @@ def test_compiled_programs_are_kept_where_nobody_else_can_write(tmp_path, monkey
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
     with pytest.raises(InputError, match=r"^JAX_COMPILATION_CACHE_DIR"):
         mesh.keep_compiled(None, "cpu")
-    with pytest.raises(InputError, match="^--compile-cache /proc/x: a folder that can be made"):
+    with pytest.raises(InputError, match=r"^--compile-cache /proc/x: a folder that can be made"):
         mesh.keep_compiled(Path("/proc/x"), "cpu")
