@@ -240,7 +240,7 @@ def test_bad_lines_are_skipped_and_told_up_to_a_limit(make, tmp_path, monkeypatc
         + (said.partition(" object with ")[2])
     )
     with pytest.raises(
-        InputError, match="line 11 is a JSON object with .*; --max-bad-lines, which is 7, skips so many"
+        InputError, match=r"line 11 is a JSON object with .*; --max-bad-lines, which is 7, skips so many"
     ):
         load(path, 280, tokenizer=tokenizer, max_bad_lines=7)
 
