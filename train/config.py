@@ -152,6 +152,8 @@ class Config:
     """auto is cuda where a GPU is found, otherwise as many virtual CPU devices as the mesh needs."""
     dtype: Annotated[Dtype | None, flags.choice(*get_args(Dtype))] = None
     """Dtype of activations; without it: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
+    compile_cache: Annotated[Path | None, flags.path("DIR")] = None
+    """Folder in which compiled programs are kept; without it: on GPUs one in ~/.cache, on CPUs none."""
     config: Annotated[Path | None, flags.path("PATH")] = None
     """config.json of a run-dir, or what --print-config printed: its settings hold where no flag is given."""
     print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -365,7 +367,7 @@ _MAY_CHANGE_ON_RESUME = _MAY_CHANGE | {
 # These are not of the training; without run_dir, a run-dir can be moved.
 _NOT_SAVED = (
     *("overrides", "run_dir", "checkpoint", "accept", "config", "print_config", "dry_run", "device_memory"),
-    *("coordinator", "num_processes", "process_id"),
+    *("coordinator", "num_processes", "process_id", "compile_cache"),
 )
 
 

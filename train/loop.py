@@ -29,7 +29,7 @@ from train.faults import fault
 from train.flags import InputError, StepRange, without
 from train.interrupt import Interrupt
 from train.lock import locked
-from train.mesh import describe, make_mesh, peak_memory
+from train.mesh import describe, keep_compiled, make_mesh, peak_memory
 from train.plan import dry_run, explain_exhaustion, ideal_seconds
 from train.program import build_program
 from train.report import Clock, Pace, Report, say
@@ -51,6 +51,7 @@ def run(config: Config, command: list[str]) -> None:
     xla_flags.apply(xla_flags.DETERMINISTIC if config.deterministic else {})
     mesh = make_mesh(config.mesh, config.platform)
     config = _resolve(config, mesh)
+    keep_compiled(config.compile_cache, config.platform)
     if config.dry_run:
         print(dry_run(config, mesh))
         return
