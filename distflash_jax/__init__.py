@@ -3,7 +3,7 @@
 Source: DISTFLASHATTN, arXiv 2310.03294.
 """
 
-from distflash_jax import remat, schedule
+from distflash_jax import masks, remat, schedule
 from distflash_jax.attention import distflash_attention, which_implementation
 from distflash_jax.flax_adapter import flax_attention
 from distflash_jax.packing import order_documents
@@ -14,6 +14,7 @@ __all__ = [
     "distflash_attention",
     "explain_strategy",
     "flax_attention",
+    "masks",
     "order_documents",
     "remat",
     "schedule",

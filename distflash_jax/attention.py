@@ -17,13 +17,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from distflash_jax import placement, strategies
-from distflash_jax.checks import check_arrays, check_mask
-from distflash_jax.executor import Segments
+from distflash_jax.checks import check_arrays, check_mask, check_sinks
+from distflash_jax.masks import AttentionMask, Window
 from distflash_jax.placement import Axis
 from distflash_jax.remat import LSE_NAME, OUT_NAME
 from distflash_jax.schedule import STRATEGIES, Strategy
 from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Choice, choose
-from pallas_kernels.block import Partial
+from pallas_kernels.block import Partial, check_softcap
 
 
 @overload
@@ -35,8 +35,12 @@ def distflash_attention(
     mesh: Mesh | AbstractMesh | None = ...,
     axis: Axis = ...,
     spec: PartitionSpec | None = ...,
-    causal: bool = ...,
-    window: int | None = ...,
+    mask: AttentionMask | None = ...,
+    causal: bool | None = ...,
+    window: Window | None = ...,
+    global_tokens: int | None = ...,
+    prefix_lengths: Int[Array, " B"] | None = ...,
+    q_offset: int | None = ...,
     segment_ids: Int[Array, "B T"] | None = ...,
     kv_segment_ids: Int[Array, "B S"] | None = ...,
     softcap: float | None = ...,
@@ -58,8 +62,12 @@ def distflash_attention(
     mesh: Mesh | AbstractMesh | None = ...,
     axis: Axis = ...,
     spec: PartitionSpec | None = ...,
-    causal: bool = ...,
-    window: int | None = ...,
+    mask: AttentionMask | None = ...,
+    causal: bool | None = ...,
+    window: Window | None = ...,
+    global_tokens: int | None = ...,
+    prefix_lengths: Int[Array, " B"] | None = ...,
+    q_offset: int | None = ...,
     segment_ids: Int[Array, "B T"] | None = ...,
     kv_segment_ids: Int[Array, "B S"] | None = ...,
     softcap: float | None = ...,
@@ -80,8 +88,12 @@ def distflash_attention(
     mesh: Mesh | AbstractMesh | None = None,
     axis: Axis = "seq",
     spec: PartitionSpec | None = None,
-    causal: bool = True,
-    window: int | None = None,
+    mask: AttentionMask | None = None,
+    causal: bool | None = None,
+    window: Window | None = None,
+    global_tokens: int | None = None,
+    prefix_lengths: Int[Array, " B"] | None = None,
+    q_offset: int | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
     softcap: float | None = None,
@@ -101,15 +113,25 @@ def distflash_attention(
 
     Args:
         q, k, v: float32, bfloat16 or float16, all of one dtype. N must be a multiple of K; query head n reads
-            key/value head n // (N / K). S may differ from T where causal is False.
+            key/value head n // (N / K). S may differ from T.
         mesh: defaults to that of q's explicit sharding, else to the ambient mesh (jax.set_mesh).
         axis: the mesh axis that the sequence is sharded over; or several, such as ("node", "gpu"), of which the first
             varies slowest along the sequence.
         spec: how q, k, v and out lie on the mesh, such as P("data", "seq", "tensor"). Defaults to the explicit sharding
             of q, else to P(None, axis).
-        causal: each token sees itself and those before it.
-        window: each token sees itself and the window - 1 before it; needs causal. Chunks beyond it are neither sent
-            nor computed.
+        mask: what is seen, as distflash_jax.masks composes it, such as CausalMask() & SegmentMask(ids); in place of
+            the arguments from causal to kv_segment_ids, which are its short form.
+        causal: each token sees itself and those before it. True by default.
+        window: each token sees itself and the window - 1 before it; needs causal. Or (left, right): itself, so many
+            tokens before it and so many behind it, each without limit if None; right is 0 with causal. Chunks beyond
+            are neither sent nor computed. All workers have as much to do where both sides are limited.
+        global_tokens: beyond the window, the first so many tokens are seen by all and, if not causal, see all. Every
+            worker gets a copy of them; or, of more keys than a worker has, what a table sends.
+        prefix_lengths: of each row, how many tokens at its start are seen by all of them, also by those before; needs
+            causal. Messages are then those of full attention, as nobody knows the lengths when it compiles.
+        q_offset: the place of the first query among the keys: query t has the position t + q_offset of a key. 0 by
+            default, but has to be given with causal or a window where S differs from T: 0 aligns the first tokens, as
+            jax.nn does, and S - T the last, as FlashAttention does. The table is then not balanced.
         segment_ids: of each query, the number of its document, from 0 to 2**24: it sees keys of the same number, and
             with 0 (padding) none. Growing along the sequence, as packed documents are numbered, tiles between
             documents cost nothing. Every worker reads all of them: a layer needs no message for ids that are
@@ -121,11 +143,11 @@ def distflash_attention(
         strategy: "balanced" keeps every worker busy; "balanced_unsplit" is the paper's own table, where half of an even
             number of workers idle in the last step; "ring" is the unbalanced baseline. "ulysses" exchanges heads for
             tokens and pads heads that the workers do not divide; "all_gather" gathers keys and values; "hybrid", over
-            two axes, is Ulysses over the second and the balanced table over the first. "zigzag", causal only, takes
-            tokens in the order of distflash_jax.zigzag. "burst" is "balanced" with a backward in which queries travel
-            instead of keys; over two axes, such as ("node", "gpu"), a double ring. "rsa", for comparison, has all
-            scores in memory. "auto" is the one of the others in natural order for which explain_strategy predicts the
-            least time, forward and backward; with a window, "balanced".
+            two axes, is Ulysses over the second and the balanced table over the first. "zigzag", which takes no mask
+            but causal, has tokens in the order of distflash_jax.zigzag. "burst" is "balanced" with a backward in which
+            queries travel instead of keys; over two axes, such as ("node", "gpu"), a double ring. "rsa", for
+            comparison, has all scores in memory. "auto" is the one of the others in natural order for which
+            explain_strategy predicts the least time, forward and backward; with a window, "balanced".
         implementation: the block kernel; None chooses, and which_implementation tells.
         deterministic: gradients repeat bit by bit on the Hopper kernels too, whose dq else varies in its last bits;
             their backward then makes seven matmuls instead of five.
@@ -136,8 +158,13 @@ def distflash_attention(
 
     Source: DISTFLASHATTN, arXiv 2310.03294.
     """
-    check_arrays(q, k, v, causal)
-    segments = check_mask(q, k, causal, window, softcap, segment_ids, kv_segment_ids, sinks)
+    check_arrays(q, k, v)
+    visible = check_mask(
+        mask, q, k, causal=causal, window=window, global_tokens=global_tokens, prefix_lengths=prefix_lengths,
+        q_offset=q_offset, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids,
+    )  # fmt: skip
+    check_softcap(softcap)
+    check_sinks(sinks, q)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: must be one of {STRATEGIES}")
     T, S, H = q.shape[1], k.shape[1], q.shape[3]
@@ -146,10 +173,8 @@ def distflash_attention(
     attend = functools.partial(
         _attend,
         axis=axis,
-        is_causal=causal,
         scale=factor,
         strategy=strategy,
-        window=window,
         softcap=softcap,
         kernel=IMPLEMENTATIONS[choice.name],
         deterministic=deterministic,
@@ -158,8 +183,8 @@ def distflash_attention(
     if placement.is_inside_shard_map(axis):
         placement.check_chunks(q, k, v, axis, mesh, spec)
         _check_flags(mesh, lax.axis_size(axis))
-        segments = jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), segments)
-        out, lse = _with_sinks(*attend(q, k, v, segments, num_keys=S * lax.axis_size(axis)), sinks)
+        visible = visible.map_ids(lambda x: lax.all_gather(x, axis, axis=1, tiled=True))
+        out, lse = _with_sinks(*attend(q, k, v, visible, num_keys=S * lax.axis_size(axis)), sinks)
         return (out, lse) if return_lse else out
     mesh = placement.find_mesh(mesh, axis, q)
     num_workers = placement.size(mesh, axis)
@@ -168,15 +193,15 @@ def distflash_attention(
     placement.check_divisible(q, k, mesh, spec)
     placed = [placement.place(name, x, mesh, spec) for name, x in (("q", q), ("k", k), ("v", v))]
     q, k, v = (_pad_rows(x, num_workers) for x in placed)
-    whole = PartitionSpec(spec[0], None)
-    segments = jax.tree.map(lambda x: _pad_rows(placement.place("segment_ids", x, mesh, whole), num_workers), segments)
+    whole = lambda x: placement.place("mask", x, mesh, PartitionSpec(spec[0], *(None,) * (x.ndim - 1)))
+    visible = jax.tree.map(whole, visible).map_ids(lambda x: _pad_rows(x, num_workers))
     out, lse = jax.shard_map(
         functools.partial(attend, num_keys=S, mesh=mesh),
         mesh=mesh,
-        in_specs=(spec, spec, spec, whole),
+        in_specs=(spec, spec, spec, PartitionSpec(spec[0])),
         out_specs=(spec, PartitionSpec(*spec[:3])),
         axis_names=frozenset(mesh.axis_names) - frozenset(jax.sharding.get_abstract_mesh().manual_axes),
-    )(q, k, v, segments)
+    )(q, k, v, visible)
     out, lse = _with_sinks(out[:, :T], lse[:, :T], sinks)
     return (out, lse) if return_lse else out
 
@@ -228,12 +253,10 @@ def _attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    segments: Segments | None,
+    mask: AttentionMask,
     *,
     axis: Axis,
     num_keys: int,
-    is_causal: bool,
-    window: int | None,
     softcap: float | None,
     scale: float,
     strategy: Strategy,
@@ -243,26 +266,22 @@ def _attend(
 ) -> Partial:
     """(out, lse) of this worker's chunks; num_keys counts the keys of the whole sequence, without padding."""
     if strategy == "auto":
-        strategy = "balanced" if window else strategies.choose(q, k, axis, mesh, is_causal=is_causal)
+        strategy = "balanced" if mask.window else strategies.choose(q, k, axis, mesh, is_causal=mask.is_causal)
     q, k, v = placement.vary_alike(q, k, v)
-    plan = strategies.make_plan(
-        strategy,
-        num_heads=q.shape[2],
-        kv_heads=k.shape[2],
-        chunk=q.shape[1],
-        has_segments=segments is not None,
-        settings=strategies.Settings(kernel, axis, num_keys, scale, is_causal, window, softcap, deterministic),
+    settings = strategies.Settings(
+        kernel, axis, q.shape[2], k.shape[2], q.shape[1], k.shape[1], scale, softcap, deterministic
     )
+    plan, segments = strategies.make_plan(strategy, mask, settings, num_keys=num_keys)
     return _attention(plan, q, k, v, segments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: strategies.Plan, q: Array, k: Array, v: Array, segments: Segments | None) -> Partial:
+def _attention(plan: strategies.Plan, q: Array, k: Array, v: Array, segments: Any) -> Partial:
     return plan.forward(q, k, v, segments)
 
 
 def _attention_fwd(
-    plan: strategies.Plan, q: Array, k: Array, v: Array, segments: Segments | None
+    plan: strategies.Plan, q: Array, k: Array, v: Array, segments: Any
 ) -> tuple[Partial, tuple[Any, ...]]:
     out, lse = plan.forward(q, k, v, segments)
     # The named values must be both results and residuals: a policy that saves them then leaves no use of the forward.

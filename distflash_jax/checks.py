@@ -1,13 +1,14 @@
 """What distflash_attention refuses before anything is traced: arrays and masks, by name, value and what is allowed."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from distflash_jax.executor import Segments
-from pallas_kernels.block import check_softcap
+from distflash_jax.masks import AttentionMask, Window, sides_of
 
 
-def check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
+def check_arrays(q: Array, k: Array, v: Array) -> None:
     """Raises ValueError where shapes or dtypes of q, k and v do not fit each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
@@ -26,32 +27,69 @@ def check_arrays(q: Array, k: Array, v: Array, causal: bool) -> None:
         raise ValueError(f"k, v: head dim must be that of q, {q.shape[3]}, got {k.shape[3]}")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"q: number of heads {q.shape[2]} must be a multiple of the {k.shape[2]} heads of k, v")
-    if causal and q.shape[1] != k.shape[1]:
-        raise ValueError(f"causal=True: k, v must be as long as q, {q.shape[1]}, got {k.shape[1]}")
 
 
 def check_mask(
-    q: Array, k: Array, causal: bool, window: int | None, softcap: float | None, segment_ids: Array | None,
-    kv_segment_ids: Array | None, sinks: Array | None,
-) -> Segments | None:  # fmt: skip
-    """The segments of both sides, None without.
+    mask: AttentionMask | None, q: Array, k: Array, *, causal: bool | None, window: Window | None, **others: Any
+) -> AttentionMask:
+    """The mask, or that of the keyword arguments, which are its short form; causal by default.
 
     Raises:
-        ValueError: a mask that cannot be, or whose arrays do not fit q and k.
+        ValueError: both are given, or a mask that cannot be, or whose arrays do not fit q and k.
     """
-    if window is not None and not causal:
-        raise ValueError(f"window={window}: needs causal=True")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: must be at least 1, the token itself, or None")
-    check_softcap(softcap)
+    if mask is None:
+        causal = True if causal is None else causal
+        if window is not None and not isinstance(window, tuple) and not causal:
+            raise ValueError(f"window={window}: needs causal=True, or must be (left, right)")
+        sides = None if window is None else sides_of(window)
+        mask = AttentionMask(is_causal=causal, window=sides, **others)
+    elif given := [name for name, x in {"causal": causal, "window": window, **others}.items() if x is not None]:
+        raise ValueError(f"{given[0]}: must be left out where mask is given, which says it all")
+    if not isinstance(mask, AttentionMask):
+        raise ValueError(f"mask: must be made by distflash_jax.masks, got {type(mask).__name__}; none is dense")
+    _check_sides(mask)
+    _check_lengths(mask, q.shape[1], k.shape[1])
+    if mask.kv_segment_ids is not None and mask.segment_ids is None:
+        raise ValueError("kv_segment_ids: needs segment_ids, those of the queries")
+    of_rows = [("prefix_lengths", mask.prefix_lengths, q.shape[:1])]
+    if mask.segments is not None:
+        of_rows += [("segment_ids", mask.segments.q, q.shape[:2]), ("kv_segment_ids", mask.segments.kv, k.shape[:2])]
+    for name, x, shape in of_rows:
+        if x is not None and (x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer)):
+            raise ValueError(f"{name}: must be integers of shape {shape}, got {x.dtype}{x.shape}")
+    return mask
+
+
+def _check_sides(mask: AttentionMask) -> None:
+    """What is seen before and behind a token."""
+    if mask.is_causal and mask.window is not None and mask.window[1] != 0:
+        raise ValueError(f"window={mask.window}: the right side must be 0 with causal=True")
+    if mask.global_tokens is not None and mask.global_tokens < 0:
+        raise ValueError(f"global_tokens={mask.global_tokens}: must be at least 0, or None")
+    if mask.global_tokens is not None and mask.window is None:
+        raise ValueError(f"global_tokens={mask.global_tokens}: needs a window, beyond which they are seen")
+    if mask.prefix_lengths is not None and not mask.is_causal:
+        raise ValueError("prefix_lengths: needs causal=True, behind the prefix")
+    if mask.prefix_lengths is not None and mask.window is not None:
+        raise ValueError("prefix_lengths: must be left out with a window")
+
+
+def _check_lengths(mask: AttentionMask, T: int, S: int) -> None:
+    """Queries and keys of other lengths."""
+    has_positions = mask.is_causal or mask.window is not None
+    if mask.q_offset is not None and not has_positions:
+        raise ValueError(f"q_offset={mask.q_offset}: needs causal=True or a window")
+    if has_positions and T != S and mask.q_offset is None:
+        raise ValueError(
+            f"q_offset=None: must be given where k, v are not as long as q ({S} and {T}) with causal=True or a window: "
+            "0 aligns the first tokens, and what k, v are longer the last ones"
+        )
+    for name in ("global_tokens", "prefix_lengths"):
+        if getattr(mask, name) is not None and (T != S or mask.q_offset):
+            raise ValueError(f"{name}: needs k, v that are as long as q, {T}, without q_offset, got {S}")
+
+
+def check_sinks(sinks: Array | None, q: Array) -> None:
+    """Raises ValueError where sinks are not one score for each head."""
     if sinks is not None and (sinks.shape != q.shape[2:3] or not jnp.issubdtype(sinks.dtype, jnp.floating)):
         raise ValueError(f"sinks: must be floats of shape {q.shape[2:3]}, one a head, got {sinks.dtype}{sinks.shape}")
-    if segment_ids is None:
-        if kv_segment_ids is not None:
-            raise ValueError("kv_segment_ids: needs segment_ids, those of the queries")
-        return None
-    segments = Segments(segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
-    for name, x, like in (("segment_ids", segments.q, q), ("kv_segment_ids", segments.kv, k)):
-        if x.shape != like.shape[:2] or not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name}: must be integers of shape {like.shape[:2]}, got {x.dtype}{x.shape}")
-    return segments

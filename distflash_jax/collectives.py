@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from distflash_jax.executor import Plan, Segments
+from distflash_jax.executor import Plan
+from distflash_jax.masks import Band, Segments
 from distflash_jax.placement import Axis
 from distflash_jax.schedule import HeadSplit, deal
 from pallas_kernels.block import BlockAttention, Box, Gradients, Operand, Partial
@@ -40,21 +41,21 @@ class Ulysses:
 
     def forward(self, q: Array, k: Array, v: Array, segments: Segments | None) -> Partial:
         """(out, lse) of this worker's chunk."""
-        with _scope("forward", 0, "fetch"):
+        with scope("forward", 0, "fetch"):
             q, k, v = self._deal_queries(q), self._deal_keys(k), self._deal_keys(v)
         out, lse = self.plan.forward(q, k, v, segments)
-        with _scope("forward", len(self.plan.schedule.steps) - 1, "return"):
+        with scope("forward", len(self.plan.schedule.steps) - 1, "return"):
             return self._collect_queries(out), self._collect_queries(lse)
 
     def backward(
         self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, segments: Segments | None
     ) -> Gradients:
         """(dq, dk, dv) of this worker's chunk."""
-        with _scope("backward", 0, "fetch"):
+        with scope("backward", 0, "fetch"):
             q, dout, lse, delta = map(self._deal_queries, (q, dout, lse, delta))
             k, v = map(self._deal_keys, (k, v))
         dq, dk, dv = self.plan.backward(q, k, v, dout, lse, delta, segments)
-        with _scope("backward", len(self.plan.schedule.steps) - 1, "return"):
+        with scope("backward", len(self.plan.schedule.steps) - 1, "return"):
             return self._collect_queries(dq), self._collect_keys(dk), self._collect_keys(dv)
 
     def _deal_queries(self, x: Float[Array, "B T N ..."]) -> Float[Array, "B T*P N/P ..."]:
@@ -102,26 +103,25 @@ class AllGather:
 
     kernel: BlockAttention
     axis: Axis
-    num_keys: int
+    band: Band
     scale: float
-    is_causal: bool
-    window: int | None = None
     softcap: float | None = None
     deterministic: bool = False
+    dtype: str | None = None
 
     def forward(self, q: Array, k: Array, v: Array, segments: Segments | None) -> Partial:
         """(out, lse) of this worker's chunk."""
-        with _scope("forward", 0, "fetch"):
+        with scope("forward", 0, "fetch"):
             k, v = map(self._gather, (k, v))
             dealt = self._deal((q,))
-        with _scope("forward", 0, "compute"):
-            keys, own = _operand((k, v), self.axis), functools.partial(_operand, axis=self.axis)
+        with scope("forward", 0, "compute"):
+            keys, own = operand((k, v), self.axis), functools.partial(operand, axis=self.axis)
             masks = self._masks(q.shape[1], segments)
             results = [
-                self.kernel.forward(own(x), keys, mask, self.scale, self.softcap, q.dtype)
+                self.kernel.forward(own(x), keys, mask, self.scale, self.softcap, self.dtype or q.dtype)
                 for x, mask in zip(dealt, masks, strict=True)
             ]
-        with _scope("forward", 0, "return"):
+        with scope("forward", 0, "return"):
             out, lse = self._collect(results, q.shape[1])
             return out, lse
 
@@ -129,29 +129,29 @@ class AllGather:
         self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, segments: Segments | None
     ) -> Gradients:
         """(dq, dk, dv) of this worker's chunk."""
-        with _scope("backward", 0, "fetch"):
-            keys = _operand((self._gather(k), self._gather(v)), self.axis)
+        with scope("backward", 0, "fetch"):
+            keys = operand((self._gather(k), self._gather(v)), self.axis)
             dealt = self._deal((q, dout, lse, delta))
-        with _scope("backward", 0, "compute"):
+        with scope("backward", 0, "compute"):
             gradients = [
                 self.kernel.backward(
-                    _operand(x, self.axis), keys, mask, self.scale, self.softcap, jnp.float32, self.deterministic
+                    operand(x, self.axis), keys, mask, self.scale, self.softcap, jnp.float32, self.deterministic
                 )
                 for x, mask in zip(dealt, self._masks(q.shape[1], segments), strict=True)
             ]
-        with _scope("backward", 0, "merge"):
+        with scope("backward", 0, "merge"):
             dk, dv = (functools.reduce(jnp.add, parts) for parts in list(zip(*gradients, strict=True))[1:])
-        with _scope("backward", 0, "return"):
-            (dq,) = self._collect([(dq.astype(q.dtype),) for dq, _, _ in gradients], q.shape[1])
+        with scope("backward", 0, "return"):
+            (dq,) = self._collect([(dq.astype(self.dtype or q.dtype),) for dq, _, _ in gradients], q.shape[1])
             scatter = functools.partial(lax.psum_scatter, axis_name=self.axis, scatter_dimension=1, tiled=True)
-            return dq, scatter(dk).astype(k.dtype), scatter(dv).astype(v.dtype)
+            return dq, scatter(dk).astype(self.dtype or k.dtype), scatter(dv).astype(self.dtype or v.dtype)
 
     def _gather(self, x: Array) -> Array:
         return lax.all_gather(x, self.axis, axis=1, tiled=True)
 
     @property
     def _is_dealt(self) -> bool:
-        return self.is_causal and lax.axis_size(self.axis) > 1
+        return self.band.is_causal and lax.axis_size(self.axis) > 1
 
     def _deal(self, arrays: Arrays) -> list[Arrays]:
         """The chunks of queries on which this worker works."""
@@ -184,7 +184,7 @@ class AllGather:
                 jnp.asarray([source[w] * num_rows for w in range(len(source))])[worker] + i * -(-num_rows // 2)
                 for i, source in enumerate(sources)
             ]
-        zero, size = worker * 0, -(-num_rows // len(starts))
+        size = -(-num_rows // len(starts))
 
         def ids(start: Int[Array, ""]) -> tuple[Array, Array] | None:
             if segments is None:
@@ -193,18 +193,17 @@ class AllGather:
             padded = jnp.pad(segments.q, ((0, 0), (0, size)))
             return lax.dynamic_slice_in_dim(padded, start, size, axis=1), segments.kv
 
-        make = functools.partial(Mask, k_start=zero, k_stop=zero + self.num_keys, is_causal=self.is_causal)
-        return [make(q_start=start, window=self.window, segment_ids=ids(start)) for start in starts]
+        return [self.band.mask(start, 0 * worker, ids(start)) for start in starts]
 
 
 @contextmanager
-def _scope(direction: str, step: int, part: str) -> Iterator[None]:
+def scope(direction: str, step: int, part: str) -> Iterator[None]:
     """The names by which overlap.py tells messages and kernels."""
     with jax.named_scope(f"{direction}_step_{step}"), jax.named_scope(part):
         yield
 
 
-def _operand(arrays: Arrays, axis: Axis) -> Operand:
+def operand(arrays: Arrays, axis: Axis) -> Operand:
     """Arrays that lie here, for a kernel that takes them whole."""
     _, num_rows, num_heads = arrays[0].shape[:3]
     nowhere: Bool[Array, ""] = lax.axis_index(axis) < 0

@@ -6,12 +6,13 @@ a table of its pieces, within the node, in place of a kernel: all of it hides wh
 Source: the topology-aware ring of BurstAttention, arXiv 2403.09347, and BurstEngine, arXiv 2509.19836.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from distflash_jax import executor
+from distflash_jax.masks import Segments
 from pallas_kernels.block import Gradients, Operand, Partial
 from pallas_kernels.masks import Mask
 
@@ -20,11 +21,12 @@ from pallas_kernels.masks import Mask
 class WithinNode:
     """A kernel, as BlockAttention, for chunks of which the workers of an axis have pieces; hashable.
 
-    causal: the table of a chunk of queries and the keys at the same positions; full: of one and keys before it.
+    own: the table of the queries and the keys of one node; others: of the queries and the keys of two. A mask has the
+    positions of this worker's pieces, and segment ids of the whole chunks.
     """
 
-    causal: executor.Plan
-    full: executor.Plan
+    own: executor.Plan
+    others: executor.Plan
 
     def forward(
         self, queries: Operand, keys: Operand, mask: Mask, scale: float, softcap: float | None = None,
@@ -32,7 +34,7 @@ class WithinNode:
     ) -> Partial:  # fmt: skip
         """(out, lse) of this worker's piece of the queries."""
         (q,), (k, v) = queries.read(), keys.read()
-        return executor.forward(self._plan(mask), q, k, v, place=mask, dtype=dtype)
+        return executor.forward(self._plan(queries, keys, dtype), q, k, v, _segments(mask), mask)
 
     def backward(
         self, queries: Operand, keys: Operand, mask: Mask, scale: float, softcap: float | None = None,
@@ -40,7 +42,14 @@ class WithinNode:
     ) -> Gradients:  # fmt: skip
         """(dq, dk, dv) of this worker's pieces."""
         (q, dout, lse, delta), (k, v) = queries.read(), keys.read()
-        return executor.backward(self._plan(mask), q, k, v, dout, lse, delta, place=mask, dtype=dtype)
+        plan = self._plan(queries, keys, dtype)
+        return executor.backward(plan, q, k, v, dout, lse, delta, _segments(mask), mask)
 
-    def _plan(self, mask: Mask) -> executor.Plan:
-        return self.causal if mask.is_causal else self.full
+    def _plan(self, queries: Operand, keys: Operand, dtype: DTypeLike) -> executor.Plan:
+        """That of a step between nodes, in which either all nodes have their own chunks or some fetch one."""
+        is_own = queries.peer is None and keys.peer is None
+        return replace(self.own if is_own else self.others, dtype=jnp.dtype(dtype).name)
+
+
+def _segments(mask: Mask) -> Segments | None:
+    return mask.segment_ids and Segments(*mask.segment_ids)

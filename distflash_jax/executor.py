@@ -9,7 +9,6 @@ Source: DISTFLASHATTN, arXiv 2310.03294, algorithms 1 and 2.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from distflash_jax.masks import Band, Segments
 from distflash_jax.merge import merge
 from distflash_jax.placement import Axis
 from distflash_jax.schedule import MERGED_AT_ONCE, WHOLE, Part, Permutation, Schedule, Side, Step
@@ -27,33 +27,23 @@ Arrays = tuple[Array, ...]
 Combine = Callable[[Arrays | None, Arrays, Bool[Array, ""] | None], Arrays]
 
 
-class Segments(NamedTuple):
-    """Of each token of the whole sequence, padding included, the number of its document; 0 sees and is seen by nothing.
-
-    Every worker has all of them: they are small, and so nobody has to send them.
-    """
-
-    q: Int[Array, "B PT"]
-    kv: Int[Array, "B PS"]
-
-
 @dataclass(frozen=True)
 class Plan:
     """What does not change from call to call; hashable.
 
-    axis: the mesh axis of the workers, or several; () for one alone. num_keys: keys of the whole sequence; chunks may
-    be padded beyond it. window, softcap: see distflash_attention. inner: an axis over whose workers each chunk is
-    spread, for which the kernel then has to know; see double_ring.py.
+    axis: the mesh axis of the workers, or several; () for one alone. softcap: see distflash_attention. dtype: of out
+    and of gradients; that of the inputs if None. inner: an axis over whose workers each chunk is spread, for which the
+    kernel then has to know; see double_ring.py.
     """
 
     schedule: Schedule
     kernel: BlockAttention
     axis: Axis
-    num_keys: int
+    band: Band
     scale: float
-    window: int | None = None
     softcap: float | None = None
     deterministic: bool = False
+    dtype: str | None = None
     inner: Axis = ()
 
     def forward(self, q: Array, k: Array, v: Array, segments: Segments | None = None) -> Partial:
@@ -72,14 +62,13 @@ def forward(
     v: Float[Array, "B S K H"],
     segments: Segments | None = None,
     place: Mask | None = None,
-    dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """(out, lse) of this worker's queries against all keys; out in `dtype`, default that of q, lse float32.
+    """(out, lse) of this worker's queries against all keys; out in the dtype of the plan or of q, lse float32.
 
     place: the mask of this worker's own chunks, if they do not lie where its number says.
     """
     results = [_Total("q", (0, 1), _merge)]
-    dtypes = (dtype or q.dtype, jnp.float32)
+    dtypes = (plan.dtype or q.dtype, jnp.float32)
     out, lse = _run(plan, "forward", plan.kernel.forward, (q,), (k, v), segments, place, results, dtypes)
     return out, lse
 
@@ -94,9 +83,8 @@ def backward(
     delta: Float[Array, "B T N"],
     segments: Segments | None = None,
     place: Mask | None = None,
-    dtype: DTypeLike | None = None,
 ) -> Gradients:
-    """(dq, dk, dv) of this worker's chunks, in `dtype`, default those of q, k and v; place: as in forward.
+    """(dq, dk, dv) of this worker's chunks, in the dtype of the plan or those of q, k and v; place: as in forward.
 
     By the table's own steps or by the mirrored ones, see Schedule.towards.
 
@@ -106,7 +94,7 @@ def backward(
     plan = replace(plan, schedule=plan.schedule.towards("backward"))
     kernel = functools.partial(plan.kernel.backward, deterministic=plan.deterministic)
     results = [_Total("q", (0,), _add), _Total("kv", (1, 2), _add)]
-    dtypes = (dtype or q.dtype, dtype or k.dtype, dtype or v.dtype)
+    dtypes = [plan.dtype or x.dtype for x in (q, k, v)]
     dq, dk, dv = _run(plan, "backward", kernel, (q, dout, lse, delta), (k, v), segments, place, results, dtypes)
     return dq, dk, dv
 
@@ -150,7 +138,7 @@ def _run(
 ) -> Arrays:
     """What the kernel makes of all steps, on this worker's own chunks: the results of all totals, in these dtypes."""
     steps = plan.schedule.steps
-    # What is merged or summed over steps is float32; one worker alone needs no more than what is asked for.
+    # What is merged or summed over steps is float32; one worker alone needs no more than the dtype of the results.
     dtype = jnp.float32 if len(steps) > 1 else dtypes[0]
     lengths = {"q": q_side[0].shape[1], "kv": kv_side[0].shape[1]}
     fetched_q = fetched_kv = returned = None
@@ -255,24 +243,21 @@ def _mask(
     q_rows, k_rows = size * q.shape[1], size * k.shape[1]
     q_start = _per_worker(plan, [chunk * q_rows + row for chunk, row in zip(step.q.chunks, first_rows, strict=True)])
     k_start = _per_worker(plan, [chunk * k_rows for chunk in step.kv.chunks])
-    k_stop = _per_worker(plan, [plan.num_keys if is_active else 0 for is_active in step.active])
     if size > 1:
         piece = lax.axis_index(plan.inner)
         q_start, k_start = q_start + piece * q.shape[1], k_start + piece * k.shape[1]
     if place is not None:
         worker = lax.axis_index(plan.axis)
         q_start, k_start = place.q_start - worker * q_rows + q_start, place.k_start - worker * k_rows + k_start
-        k_stop = jnp.minimum(k_stop, place.k_stop)
-    # Pieces of a chunk of keys before that of the queries are all seen whole: there a table of all pairs is run.
-    is_causal = plan.schedule.is_causal and (size == 1 or step.is_diagonal)
-    return Mask(q_start, k_start, k_stop, is_causal, plan.window, ids)
+    mask = plan.band.mask(q_start, k_start, ids, is_active=_per_worker(plan, step.active))
+    return mask if place is None else replace(mask, k_stop=jnp.minimum(mask.k_stop, place.k_stop))
 
 
 def _segments(plan: Plan, ids: Int[Array, "B PT"], side: Side, operand: Operand) -> Int[Array, "B rows"]:
     """Those of the rows of an operand of this worker's task."""
     chunks = ids.reshape(ids.shape[0], plan.schedule.num_workers, -1)
     chunk = lax.dynamic_index_in_dim(chunks, _per_worker(plan, side.chunks), axis=1, keepdims=False)[..., None]
-    take = lambda part: _box(part, operand.own[0])._replace(head=0, num_heads=1).take(chunk)[..., 0]
+    take = lambda part: _box(part, chunk)._replace(head=0, num_heads=1).take(chunk)[..., 0]
     return jnp.where(operand.is_peer, take(side.peer), take(side.own)) if side.fetch else take(side.own)
 
 

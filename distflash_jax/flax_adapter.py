@@ -6,9 +6,10 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from distflash_jax.attention import distflash_attention
+from distflash_jax.masks import AttentionMask, CausalMask, Window
 from distflash_jax.placement import Axis
 from distflash_jax.schedule import Strategy
 
@@ -18,8 +19,14 @@ def flax_attention(
     mesh: Mesh | AbstractMesh | None = None,
     axis: Axis = "seq",
     spec: PartitionSpec | None = None,
-    causal: bool = True,
-    window: int | None = None,
+    mask: AttentionMask | None = None,
+    causal: bool | None = None,
+    window: Window | None = None,
+    global_tokens: int | None = None,
+    prefix_lengths: Int[Array, " B"] | None = None,
+    q_offset: int | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     strategy: Strategy = "balanced",
@@ -31,12 +38,18 @@ def flax_attention(
     The arguments are those of distflash_attention. A module called with is_causal=True is causal in any case. What
     cannot be carried is refused by name: a dense mask, a bias, dropout, sown weights, a matmul precision.
     """
+    given = mask
     attend = functools.partial(
         distflash_attention,
         mesh=mesh,
         axis=axis,
         spec=spec,
         window=window,
+        global_tokens=global_tokens,
+        prefix_lengths=prefix_lengths,
+        q_offset=q_offset,
+        segment_ids=segment_ids,
+        kv_segment_ids=kv_segment_ids,
         softcap=softcap,
         scale=scale,
         strategy=strategy,
@@ -78,6 +91,8 @@ def flax_attention(
         dtype = query.dtype if dtype is None else dtype
         query, key, value = (x.astype(dtype) for x in (query, key, value))
         q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-        return attend(q, k, v, causal=causal or is_causal).reshape(query.shape)
+        visible = CausalMask() & given if is_causal and given is not None and not given.is_causal else given
+        is_asked = is_causal and given is None
+        return attend(q, k, v, mask=visible, causal=is_asked or causal).reshape(query.shape)
 
     return attention_fn

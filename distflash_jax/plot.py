@@ -199,8 +199,9 @@ def _draw(arguments: argparse.Namespace) -> Timeline:
     if arguments.window is not None:
         if strategy not in schedule.TABLES:
             raise ValueError(f"--window: must be left out with --strategy {strategy}, which is no table")
-        reach = schedule.reach_of(arguments.window, -(-arguments.tokens // workers))
-        table = schedule.choose(strategy, workers, kv_heads=arguments.kv_heads, reach=reach)
+        rows = -(-arguments.tokens // workers)
+        pairs = schedule.visible_pairs(workers, rows, rows, first=1 - arguments.window, last=0)
+        table = schedule.choose(strategy, workers, kv_heads=arguments.kv_heads, pairs=pairs)
         return simulate(table, shape, machine, directions)
     sizes = (workers,)
     if strategy == "hybrid" or (strategy == "burst" and size and workers > size):

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from distflash_jax.executor import Segments
+from distflash_jax.masks import Band, Segments
 from distflash_jax.placement import Axis
 from pallas_kernels.block import Gradients, Partial
-from pallas_kernels.masks import Mask
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,10 @@ class RingSelfAttention:
     """The plan; see executor.Plan. In a block of scores [B, T, K, G, S] both sides are chunks of a worker."""
 
     axis: Axis
-    num_keys: int
+    band: Band
     scale: float
-    is_causal: bool
-    window: int | None = None
     softcap: float | None = None
+    dtype: str | None = None
 
     def forward(self, q: Array, k: Array, v: Array, segments: Segments | None) -> Partial:
         """(out, lse) of this worker's chunk."""
@@ -40,7 +38,7 @@ class RingSelfAttention:
         with jax.named_scope("forward_step_1"):
             blocks = zip(self._blocks(weights), self._round(v), strict=True)
             out = sum(_dot("btkgs,bskh->btkgh", block, theirs) for block, theirs in blocks)
-        return jnp.asarray(out).astype(q.dtype).reshape(q.shape), lse.reshape(q.shape[:3])
+        return jnp.asarray(out).astype(self.dtype or q.dtype).reshape(q.shape), lse.reshape(q.shape[:3])
 
     def backward(
         self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, segments: Segments | None
@@ -62,7 +60,9 @@ class RingSelfAttention:
             blocks = self._blocks(dscores)
             dq = sum(_dot("btkgs,bskh->btkgh", block, theirs) for block, theirs in zip(blocks, keys, strict=True))
             dk = self._sum([_dot("btkgs,btkgh->bskh", block, rows(q)) for block in blocks])
-        return jnp.asarray(dq).astype(q.dtype).reshape(q.shape), dk.astype(k.dtype), dv.astype(v.dtype)
+        gradients = zip((jnp.asarray(dq).reshape(q.shape), dk, dv), (q, k, v), strict=True)
+        dq, dk, dv = (gradient.astype(self.dtype or x.dtype) for gradient, x in gradients)
+        return dq, dk, dv
 
     def _scores(
         self, q: Array, keys: Sequence[Array], segments: Segments | None
@@ -85,8 +85,7 @@ class RingSelfAttention:
         if segments is not None:
             take = lambda x, start, size: lax.dynamic_slice_in_dim(x, start, size, axis=1)
             ids = take(segments.q, q_start, T), take(segments.kv, k_start, S)
-        mask = Mask(q_start, k_start, self.num_keys, self.is_causal, self.window, ids)
-        return mask.visible(jnp.arange(T), jnp.arange(S))
+        return self.band.mask(q_start, k_start, ids).visible(jnp.arange(T), jnp.arange(S))
 
     def _round(self, x: Array) -> Iterator[Array]:
         """The chunk of this worker, of the one before, and so on."""

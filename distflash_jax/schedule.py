@@ -116,8 +116,8 @@ def _side(tasks: Sequence[Task | None], chunk: Callable[[Task], int], part: Call
 class Schedule:
     """A valid table: every pair that the mask can see exactly once, own chunks first, fetches partial bijections.
 
-    reach: how many chunks before its own a query sees, of all that are there if None; see `reach_of`. mirrors: whether
-    the backward runs the mirrored table; see `towards`.
+    pairs: those that the mask can see, and the diagonal; if None all that there are, or are causal. See `within`.
+    mirrors: whether the backward runs the mirrored table; see `towards`.
 
     Raises:
         ValueError: the table breaks one of these rules; the message names step and worker.
@@ -126,7 +126,7 @@ class Schedule:
     name: str
     is_causal: bool
     steps: tuple[Step, ...]
-    reach: int | None = None
+    pairs: frozenset[tuple[int, int]] | None = None
     mirrors: bool = False
 
     def __post_init__(self):
@@ -205,10 +205,11 @@ def _check_workers_own_an_operand(schedule: Schedule) -> None:
 def _check_pairs_are_computed_once(schedule: Schedule) -> None:
     tasks = [task for step in schedule.steps for task in step.tasks if task is not None]
     # Pairs as numbers: there are half a million for a thousand workers.
-    P, reach = schedule.num_workers, schedule.num_workers if schedule.reach is None else schedule.reach
-    done, wanted = {task.q * P + task.kv for task in tasks}, set[int]()
-    for q in range(P):
-        wanted.update(range(q * P + max(q - reach, 0), q * P + (q + 1 if schedule.is_causal else P)))
+    P, done = schedule.num_workers, {task.q * schedule.num_workers + task.kv for task in tasks}
+    if schedule.pairs is None:
+        wanted = set[int]().union(*(range(q * P, q * P + (q + 1 if schedule.is_causal else P)) for q in range(P)))
+    else:
+        wanted = {q * P + kv for q, kv in schedule.pairs}
     if done != wanted:
         missing, hidden = ({divmod(pair, P) for pair in pairs} for pairs in (wanted - done, done - wanted))
         raise ValueError(f"missing pairs {missing}, pairs that the mask hides {hidden}")
@@ -301,6 +302,7 @@ def _ring_steps(num_workers: int, *, is_causal: bool) -> tuple[Step, ...]:
 
 
 @functools.cache
+@functools.cache
 def burst(num_workers: int, *, is_causal: bool = True, cut: Cut | None = "heads") -> Schedule:
     """The balanced table, its backward mirrored: there q, dout, lse, delta and dq travel in place of k, v, dk and dv.
 
@@ -312,47 +314,108 @@ def burst(num_workers: int, *, is_causal: bool = True, cut: Cut | None = "heads"
     return replace(balanced(num_workers, is_causal=is_causal, cut=cut), name="burst", mirrors=True)
 
 
-def reach_of(window: int | None, num_rows: int) -> int | None:
-    """How many chunks of so many rows before its own a query sees through a window of so many tokens, with itself."""
-    return None if window is None else -(-(window - 1) // num_rows)
+@functools.cache
+def visible_pairs(
+    num_workers: int,
+    rows: int,
+    keys: int,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    stop: int | None = None,
+) -> frozenset[tuple[int, int]]:
+    """(q, kv) of all chunks of so many queries and keys where a key lies from `first` to `last` tokens behind a query.
+
+    None is no limit; before a query are negative numbers. stop: the keys that there are.
+    """
+    num_keys = num_workers * keys if stop is None else min(stop, num_workers * keys)
+    pairs: list[tuple[int, int]] = []
+    for q in range(num_workers):
+        # The first key that the first query sees, and the last key that the last one sees, or that there is.
+        start = 0 if first is None else max(q * rows + first, 0)
+        end = num_keys - 1 if last is None else min((q + 1) * rows - 1 + last, num_keys - 1)
+        pairs += [(q, kv) for kv in range(start // keys, end // keys + 1) if start < num_keys and end >= 0]
+    return frozenset(pairs)
 
 
 @functools.cache
-def within(schedule: Schedule, reach: int | None) -> Schedule:
-    """The table without the pairs, and the steps, that lie further apart than `reach` chunks.
+def within(schedule: Schedule, pairs: frozenset[tuple[int, int]] | None) -> Schedule:
+    """The table without what is neither of these pairs nor of the diagonal, and without steps of which nothing is left.
 
-    What is left is balanced where a window is short beside the sequence: all workers but the first few have as many
-    chunks before their own as it reaches.
+    That is balanced where a window is short beside the sequence: all workers but the first few have as many chunks
+    before their own as it reaches.
     """
-    if reach is None:
+    if pairs is None:
         return schedule
-    tasks = (tuple(task if task and task.q - task.kv <= reach else None for task in x.tasks) for x in schedule.steps)
-    return replace(schedule, steps=tuple(Step(x) for x in tasks if any(x)), reach=reach)
+    keep = lambda task: task if task and (task.q == task.kv or (task.q, task.kv) in pairs) else None
+    tasks = [tuple(map(keep, step.tasks)) for step in schedule.steps]
+    steps = tuple(Step(x) for x in tasks if any(x))
+    diagonal = frozenset((worker, worker) for worker in range(schedule.num_workers))
+    return schedule if steps == schedule.steps else replace(schedule, steps=steps, pairs=pairs | diagonal)
+
+
+@functools.cache
+def in_reverse(schedule: Schedule) -> Schedule:
+    """The causal table with workers and chunks in reverse order: each query sees what comes after it."""
+    last = schedule.num_workers - 1
+    reverse = lambda task: task and task._replace(q=last - task.q, kv=last - task.kv)
+    steps = tuple(Step(tuple(map(reverse, reversed(step.tasks)))) for step in schedule.steps)
+    return replace(schedule, is_causal=False, steps=steps, pairs=visible_pairs(schedule.num_workers, 1, 1, first=0))
 
 
 def choose(
-    strategy: Table, num_workers: int, *, kv_heads: int, is_causal: bool = True, reach: int | None = None
+    strategy: Table,
+    num_workers: int,
+    *,
+    kv_heads: int,
+    is_causal: bool = True,
+    pairs: frozenset[tuple[int, int]] | None = None,
 ) -> Schedule:
-    """The table of a strategy; a shared pair is cut along heads, or along rows where heads cannot be halved."""
-    if strategy == "ring":
-        return within(ring(num_workers, is_causal=is_causal), reach)
-    cut = "heads" if kv_heads % 2 == 0 else "rows"
-    if strategy == "burst":
-        return within(burst(num_workers, is_causal=is_causal, cut=cut), reach)
-    return within(balanced(num_workers, is_causal=is_causal, cut=cut if strategy == "balanced" else None), reach)
+    """The table of a strategy, within these pairs, if given: causal if they are, or in reverse if no key comes before.
+
+    A shared pair is cut along heads, or along rows where heads cannot be halved.
+    """
+    cut: Cut = "heads" if kv_heads % 2 == 0 else "rows"
+    make = {
+        "balanced": functools.partial(balanced, cut=cut),
+        "balanced_unsplit": functools.partial(balanced, cut=None),
+        "ring": ring,
+        "burst": functools.partial(burst, cut=cut),
+    }[strategy]
+    return _for_pairs(make, num_workers, is_causal=is_causal, pairs=pairs)
+
+
+def _for_pairs(
+    make: Callable[..., Schedule], num_workers: int, *, is_causal: bool, pairs: frozenset[tuple[int, int]] | None
+) -> Schedule:
+    """See choose."""
+    is_reverse = False
+    if pairs is not None:
+        is_causal = all(kv <= q for q, kv in pairs)
+        is_reverse = not is_causal and all(kv >= q for q, kv in pairs)
+    table = make(num_workers, is_causal=is_causal or is_reverse)
+    return within(in_reverse(table) if is_reverse else table, pairs)
 
 
 def double_ring(
-    nodes: int, workers: int, *, kv_heads: int, is_causal: bool = True, reach: int | None = None
+    nodes: int,
+    workers: int,
+    *,
+    kv_heads: int,
+    is_causal: bool = True,
+    pairs: frozenset[tuple[int, int]] | None = None,
+    own_pairs: frozenset[tuple[int, int]] | None = None,
 ) -> tuple[Schedule, Schedule, Schedule]:
     """(table between nodes, of pieces within one where its own chunks meet, and where others do); see double_ring.py.
 
-    Between nodes only heads are cut, so that pieces are not: an odd number leaves the paper's own table.
+    pairs, own_pairs: as in `choose`, for the first and for the second. Between nodes only heads are cut, so that pieces
+    are not: an odd number leaves the paper's own table.
     """
-    cut = "heads" if kv_heads % 2 == 0 else None
+    cut: Cut | None = "heads" if kv_heads % 2 == 0 else None
     heads = kv_heads // 2 if cut and nodes > 1 else kv_heads
-    own, others = (choose("burst", workers, kv_heads=heads, is_causal=x) for x in (is_causal, False))
-    return within(burst(nodes, is_causal=is_causal, cut=cut), reach), own, others
+    between = _for_pairs(functools.partial(burst, cut=cut), nodes, is_causal=is_causal, pairs=pairs)
+    own = choose("burst", workers, kv_heads=heads, is_causal=is_causal, pairs=own_pairs)
+    return between, own, choose("burst", workers, kv_heads=heads, is_causal=False)
 
 
 def zigzag_owner(chunk: int, num_workers: int) -> int:

@@ -1,10 +1,11 @@
 """The plan of a strategy, and the choice of one from what each would cost."""
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import numpy as np
@@ -16,12 +17,13 @@ from distflash_jax import executor, placement, schedule
 from distflash_jax.collectives import AllGather, Ulysses
 from distflash_jax.cost import MACHINES, Machine, Shape
 from distflash_jax.double_ring import WithinNode
-from distflash_jax.executor import Segments
+from distflash_jax.masks import AttentionMask, Band, Pass, Segments
 from distflash_jax.placement import AnyMesh, Axis, names
 from distflash_jax.rsa import RingSelfAttention
 from distflash_jax.schedule import STRATEGIES, Direction, Strategy
 from distflash_jax.spread import Spread
 from distflash_jax.timeline import predict
+from distflash_jax.union import First, Union
 from distflash_jax.zigzag_plan import Zigzag
 from pallas_kernels.block import BlockAttention, Gradients, Partial
 
@@ -33,90 +35,123 @@ NEVER = {"zigzag": "tokens in the order of distflash_jax.zigzag", "rsa": "for co
 
 
 class Plan(Protocol):
-    """How a worker computes attention of its chunk; hashable."""
+    """How a worker computes attention of its chunk; hashable. segments: those that make_plan returns with it."""
 
-    def forward(self, q: Array, k: Array, v: Array, segments: Segments | None) -> Partial: ...
+    def forward(self, q: Array, k: Array, v: Array, segments: Any) -> Partial: ...
 
     def backward(
-        self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, segments: Segments | None
+        self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, segments: Any
     ) -> Gradients: ...
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all strategies are told alike; see executor.Plan."""
+    """What all strategies are told alike; see executor.Plan. rows, keys: of a worker's chunk."""
 
     kernel: BlockAttention
     axis: Axis
-    num_keys: int
+    num_heads: int
+    kv_heads: int
+    rows: int
+    keys: int
     scale: float
-    is_causal: bool
-    window: int | None
     softcap: float | None
     deterministic: bool
+    dtype: str | None = None
 
 
 def make_plan(
-    strategy: Strategy, *, num_heads: int, kv_heads: int, chunk: int, has_segments: bool, settings: Settings
-) -> Plan:
-    """The plan of any strategy but "auto", for a worker's chunk of so many tokens. Called inside shard_map.
+    strategy: Strategy, mask: AttentionMask, settings: Settings, *, num_keys: int
+) -> tuple[Plan, Segments | tuple[Segments | None, ...] | None]:
+    """(the plan of any strategy but "auto", the segments that it takes). Called inside shard_map.
+
+    num_keys: those of the whole sequence; chunks may be padded beyond it.
 
     Raises:
         ValueError: the strategy cannot take these arguments.
     """
-    x, axis = settings, settings.axis
-    num_workers = lax.axis_size(axis)
+    num_workers = lax.axis_size(settings.axis)
+    if strategy == "zigzag":
+        _check_zigzag(mask, settings, num_keys, num_workers)
+        return Zigzag(settings.kernel, settings.axis, settings.scale, settings.deterministic), None
+    passes = mask.passes(num_keys, settings.rows * num_workers)
+    if len(passes) == 1:
+        return _plan(strategy, passes[0].band, settings), passes[0].segments
+    x = replace(settings, dtype="float32")
+
+    def member(part: Pass) -> Plan:
+        # Copies of many first keys would cost more than the messages of a table: workers keep these to themselves.
+        if part.of == "all" or (part.of == "keys" and part.count > x.keys):
+            return _plan(strategy, part.band, x)
+        return First(x.kernel, x.axis, part.band, part.of, part.count, x.scale, x.softcap, x.deterministic)
+
+    return Union(tuple(map(member, passes))), tuple(part.segments for part in passes)
+
+
+def _plan(strategy: Strategy, band: Band, settings: Settings) -> Plan:
+    """That of one pass."""
+    x, axis, num_workers = settings, settings.axis, lax.axis_size(settings.axis)
 
     def table(axis: Axis, kv_heads: int, strategy: schedule.Table) -> executor.Plan:
         count = lax.axis_size(axis)
-        reach = schedule.reach_of(x.window, chunk * num_workers // count)
-        steps = schedule.choose(strategy, count, kv_heads=kv_heads, is_causal=x.is_causal, reach=reach)
-        return executor.Plan(steps, x.kernel, axis, x.num_keys, x.scale, x.window, x.softcap, x.deterministic)
+        pairs = band.pairs(count, x.rows * num_workers // count, x.keys * num_workers // count)
+        steps = schedule.choose(strategy, count, kv_heads=kv_heads, pairs=pairs)
+        return executor.Plan(steps, x.kernel, axis, band, x.scale, x.softcap, x.deterministic, x.dtype)
 
     if strategy == "ulysses":
-        split = schedule.split_heads(num_heads, kv_heads, num_workers)
+        split = schedule.split_heads(x.num_heads, x.kv_heads, num_workers)
         return Ulysses(split, axis, table((), split.kv_heads, "balanced"))
     if strategy == "hybrid":
         if len(names(axis)) != 2:
             raise ValueError(f"axis={axis!r}: must be two axes with strategy='hybrid', such as ('node', 'gpu')")
         outer, inner = names(axis)
-        if num_heads < lax.axis_size(inner):
+        if x.num_heads < lax.axis_size(inner):
             raise ValueError(
-                f"q: number of heads {num_heads} must be at least the size {lax.axis_size(inner)} of mesh axis "
+                f"q: number of heads {x.num_heads} must be at least the size {lax.axis_size(inner)} of mesh axis "
                 f"{inner!r}, over which strategy='hybrid' deals them"
             )
-        split = schedule.split_heads(num_heads, kv_heads, lax.axis_size(inner))
+        split = schedule.split_heads(x.num_heads, x.kv_heads, lax.axis_size(inner))
         return Ulysses(split, inner, table(outer, split.kv_heads, "balanced"))
     if strategy == "all_gather":
-        return AllGather(x.kernel, axis, x.num_keys, x.scale, x.is_causal, x.window, x.softcap, x.deterministic)
-    if strategy == "zigzag":
-        if not x.is_causal:
-            raise ValueError("causal=False: must be True with strategy='zigzag'")
-        given = {"window": x.window is not None, "softcap": x.softcap is not None, "segment_ids": has_segments}
-        if any(given.values()):
-            name = next(name for name, is_given in given.items() if is_given)
-            raise ValueError(f"{name}: must be left out with strategy='zigzag', which is causal alone")
-        if x.num_keys != chunk * num_workers or chunk % 2:
-            raise ValueError(
-                f"q: sequence length {x.num_keys} must be a multiple of {2 * num_workers}, two chunks for each of "
-                f"{num_workers} workers, with strategy='zigzag'; distflash_jax.zigzag pads"
-            )
-        return Zigzag(x.kernel, axis, x.scale, x.deterministic)
-    if strategy == "burst" and len(names(axis)) == 2:
-        if has_segments:
-            raise ValueError("segment_ids: must be left out with strategy='burst' over two axes")
-        outer, inner = names(axis)
-        nodes, workers = lax.axis_size(outer), lax.axis_size(inner)
-        reach = schedule.reach_of(x.window, chunk * workers)
-        tables = schedule.double_ring(nodes, workers, kv_heads=kv_heads, is_causal=x.is_causal, reach=reach)
-        between, own, others = (
-            executor.Plan(steps, x.kernel, inner, x.num_keys, x.scale, x.window, x.softcap, x.deterministic)
-            for steps in tables
-        )
-        return replace(between, kernel=cast(BlockAttention, WithinNode(own, others)), axis=outer, inner=inner)
+        return AllGather(x.kernel, axis, band, x.scale, x.softcap, x.deterministic, x.dtype)
     if strategy == "rsa":
-        return RingSelfAttention(axis, x.num_keys, x.scale, x.is_causal, x.window, x.softcap)
-    return table(axis, kv_heads, cast(schedule.Table, strategy))
+        return RingSelfAttention(axis, band, x.scale, x.softcap, x.dtype)
+    if strategy == "burst" and len(names(axis)) == 2:
+        return _double_ring(band, x)
+    return table(axis, x.kv_heads, cast(schedule.Table, strategy))
+
+
+def _double_ring(band: Band, settings: Settings) -> Plan:
+    """That of one pass, over two axes."""
+    x, (outer, inner) = settings, names(settings.axis)
+    nodes, workers = lax.axis_size(outer), lax.axis_size(inner)
+    # Where chunks are of one length, those of a node lie to each other in the same way whatever its number.
+    own = band if x.rows == x.keys else replace(band, is_causal=False, window=None)
+    between, *within = schedule.double_ring(
+        nodes,
+        workers,
+        kv_heads=x.kv_heads,
+        pairs=band.pairs(nodes, x.rows * workers, x.keys * workers),
+        own_pairs=own.pairs(workers, x.rows, x.keys),
+    )
+    plan = functools.partial(executor.Plan, scale=x.scale, softcap=x.softcap, deterministic=x.deterministic)
+    # The positions that those within are told are shifted already.
+    of_pieces = [plan(steps, x.kernel, inner, replace(band, shift=0)) for steps in within]
+    kernel = cast(BlockAttention, WithinNode(*of_pieces))
+    return plan(between, kernel, outer, band, dtype=x.dtype, inner=inner)
+
+
+def _check_zigzag(mask: AttentionMask, settings: Settings, num_keys: int, num_workers: int) -> None:
+    if not mask.is_causal:
+        raise ValueError("causal=False: must be True with strategy='zigzag'")
+    given = [name for name in mask.given if name != "is_causal"] + ["softcap"] * (settings.softcap is not None)
+    if given:
+        raise ValueError(f"{given[0]}: must be left out with strategy='zigzag', which is causal alone")
+    if num_keys != settings.keys * num_workers or settings.keys % 2:
+        raise ValueError(
+            f"q: sequence length {num_keys} must be a multiple of {2 * num_workers}, two chunks for each of "
+            f"{num_workers} workers, with strategy='zigzag'; distflash_jax.zigzag pads"
+        )
 
 
 class Estimate(NamedTuple):

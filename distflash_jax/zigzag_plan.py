@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Shaped
 
-from distflash_jax.executor import Segments
+from distflash_jax.masks import Segments
 from distflash_jax.merge import merge
 from distflash_jax.placement import Axis
 from distflash_jax.schedule import Permutation, zigzag_owner

@@ -280,7 +280,10 @@ GOOD = {"q": (1, 16, 4, 8), "k": (1, 16, 2, 8), "v": (1, 16, 2, 8)}
         ({"k": (1, 16, 2, 4), "v": (1, 16, 2, 4)}, r"k, v: head dim must be that of q, 8, got 4"),
         ({"v": (1, 12, 2, 8)}, r"v: shape must be that of k, \(1, 16, 2, 8\), got \(1, 12, 2, 8\)"),
         ({"k": (2, 16, 2, 8), "v": (2, 16, 2, 8)}, r"k, v: batch size must be that of q, 1, got 2"),
-        ({"k": (1, 12, 2, 8), "v": (1, 12, 2, 8)}, r"causal=True: k, v must be as long as q, 16, got 12"),
+        (
+            {"k": (1, 12, 2, 8), "v": (1, 12, 2, 8)},
+            r"q_offset=None: must be given where k, v are not as long as q \(12 and 16\) with causal",
+        ),
         (
             {"q": (1, 3, 4, 8), "k": (1, 3, 2, 8), "v": (1, 3, 2, 8)},
             r"q: sequence length 3 must be at least the size 4 of",

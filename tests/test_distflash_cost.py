@@ -13,7 +13,7 @@ from counting import equations
 from test_distflash_attention import attend
 
 from distflash_jax.cost import MACHINES, Cost, Shape, flops
-from distflash_jax.schedule import balanced, choose, reach_of, ring
+from distflash_jax.schedule import balanced, choose, ring, visible_pairs
 from distflash_jax.timeline import simulate
 
 ROWS = Path(__file__).parent.parent / "benchmarks/results/kernel.csv"
@@ -43,7 +43,8 @@ def test_the_flops_of_a_window_are_those_of_its_scores(window):
     shape = Shape(T=240, N=8, K=4, H=16, window=window)
     num_scores = sum(min(row + 1, window) for row in range(240))
     for P in (1, 2, 3, 4, 8):
-        table = choose("balanced", P, kv_heads=4, reach=reach_of(window, 240 // P))
+        pairs = visible_pairs(P, 240 // P, 240 // P, first=1 - window, last=0)
+        table = choose("balanced", P, kv_heads=4, pairs=pairs)
         total = sum(Cost(table, shape).flops("forward", task) for step in table.steps for task in step.tasks)
         assert total == flops("forward", 8, 16, num_scores)
 

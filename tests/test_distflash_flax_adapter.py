@@ -11,6 +11,7 @@ import pytest
 from test_distflash_attention import make_mesh
 
 from distflash_jax import flax_attention
+from distflash_jax.masks import WindowMask
 
 x = jax.random.normal(jax.random.key(0), (2, 24, 16))
 
@@ -37,6 +38,13 @@ def test_nnx_module_equals_its_own_attention(causal, window):
 def test_nnx_module_may_ask_for_a_causal_mask_itself():
     attention_fn = flax_attention(mesh=make_mesh(seq=2), causal=False)
     ours, theirs = (call(module, x, is_causal=True) for module in (nnx_module(attention_fn=attention_fn), nnx_module()))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_a_composed_mask_becomes_causal_where_the_module_asks_for_it():
+    attention_fn = flax_attention(mesh=make_mesh(seq=2), mask=WindowMask((6, 0)))
+    mask = jnp.triu(flax.linen.make_causal_mask(x[..., 0]), -6)
+    ours, theirs = call(nnx_module(attention_fn=attention_fn), x, is_causal=True), call(nnx_module(), x, mask)
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 

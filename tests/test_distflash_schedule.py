@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from distflash_jax.schedule import Part, Schedule, Step, Task, balanced, burst, ring
+from distflash_jax.schedule import TABLES, Part, Schedule, Step, Task, balanced, burst, choose, ring, visible_pairs
 
 ALL_P = range(1, 65)
 CAUSAL = [(f"balanced_{cut}", lambda P, cut=cut: balanced(P, cut=cut)) for cut in ("heads", "rows", None)] + [
@@ -76,6 +76,27 @@ def test_half_of_the_diagonal_hides_the_first_fetch_and_half_the_last_return():
             steps = balanced(P, is_causal=is_causal).steps
             for index, step in ((0, steps[0]), (1, steps[-1])):
                 assert step.tasks == tuple(Task(w, w, Part("heads", index, 2)) for w in range(P))
+
+
+@pytest.mark.parametrize("first, last", [(None, 0), (0, None), (-30, 14), (-9, 0), (4, 25), (None, -200)])
+def test_the_pairs_of_a_mask_are_those_with_a_visible_token(first, last):
+    """The table has them, and the diagonal; Schedule itself checks that it has each once."""
+    for P, rows, keys, stop in ((1, 4, 4, 4), (3, 7, 7, 20), (4, 5, 9, 36), (8, 9, 4, 25)):
+        is_seen = lambda q, k: (first is None or k - q >= first) and (last is None or k - q <= last)
+        wanted = {(q // rows, k // keys) for q in range(P * rows) for k in range(stop) if is_seen(q, k)}
+        pairs = visible_pairs(P, rows, keys, first=first, last=last, stop=stop)
+        assert pairs == wanted
+        for strategy in TABLES:
+            table = choose(strategy, P, kv_heads=2, pairs=pairs)
+            tasks = {(task.q, task.kv) for step in table.steps for task in step.tasks if task}
+            assert tasks == wanted | {(w, w) for w in range(P)}
+            assert table.towards("backward").pairs == table.pairs
+
+
+def test_what_comes_after_takes_as_many_steps_as_what_comes_before():
+    for P in range(1, 18):
+        ahead = choose("balanced", P, kv_heads=2, pairs=visible_pairs(P, 8, 8, first=1))
+        assert len(ahead.steps) == len(balanced(P).steps)
 
 
 GOLDEN = {

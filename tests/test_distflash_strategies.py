@@ -81,8 +81,11 @@ def dense_backward(queries, keys, mask, scale, softcap=None, dtype=jnp.float32, 
     seen = mask.visible(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]))[:, :, None, None]
     dot = functools.partial(jnp.einsum, precision="highest")
     finite = jnp.where(lse == -jnp.inf, 0.0, lse)[..., None]
-    weights = jnp.where(seen, jnp.exp(dot("btkgh,bskh->btkgs", q, k) * scale - finite), 0.0)
-    dscores = weights * (dot("btkgh,bskh->btkgs", dout, v) - delta[..., None]) * scale
+    scores, slope = dot("btkgh,bskh->btkgs", q, k) * scale, scale
+    if softcap is not None:
+        scores, slope = softcap * jnp.tanh(scores / softcap), scale * (1 - jnp.tanh(scores / softcap) ** 2)
+    weights = jnp.where(seen, jnp.exp(scores - finite), 0.0)
+    dscores = weights * (dot("btkgh,bskh->btkgs", dout, v) - delta[..., None]) * slope
     dq = dot("btkgs,bskh->btkgh", dscores, k).reshape(q.shape[0], q.shape[1], -1, q.shape[-1])
     dk, dv = dot("btkgs,btkgh->bskh", dscores, q), dot("btkgs,btkgh->bskh", weights, dout)
     return tuple(x.astype(dtype) for x in (dq, dk, dv))
@@ -102,18 +105,30 @@ def test_who_sends_what_is_right_around_a_kernel_that_is_quick_to_compile(
     assert_matches(case, spread(strategy, workers, **options))
 
 
-@pytest.mark.parametrize("options", [{"window": 9}, {"softcap": 3.0}, {"segment_ids": True}], ids=str)
-def test_rsa_and_the_double_ring_take_the_masks_of_balanced(options, monkeypatch):
+MASKS = {
+    "window": {"window": 9, "softcap": 3.0},
+    "around": {
+        "causal": False,
+        "window": (12, 3),
+        "segment_ids": jnp.repeat(jnp.array([[1, 2, 3, 0]]), jnp.array([7, 20, 8, 5]), axis=1),
+    },
+    "global": {"window": 3, "global_tokens": 22},
+    "across": {"q_offset": 7},
+}
+
+
+@pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
+def test_burst_and_the_double_ring_and_rsa_take_the_masks_of_balanced(options, monkeypatch):
     monkeypatch.setitem(attention.IMPLEMENTATIONS, "xla", BlockAttention(dense_forward, dense_backward))
-    q, k, v, *_ = oracle.inputs(Case(T=40, B=1))
-    if "segment_ids" in options:
-        options = {"segment_ids": jnp.repeat(jnp.array([[1, 2, 3, 0]]), jnp.array([7, 20, 8, 5]), axis=1)}
-    expected = jax.jit(spread("balanced", 2, **options))(q, k, v)
-    others = [spread("rsa", 2, **options)]
-    if "segment_ids" not in options:
-        others.append(spread("burst", (2, 2), **options))
-    for other in others:
-        for ours, theirs in zip(jax.jit(other)(q, k, v), expected, strict=True):
+    q, k, v, dout, _ = oracle.inputs(Case(T=40, S=33 if "q_offset" in options else None, B=1))
+
+    def results(strategy, workers):
+        out, pull_back = jax.vjp(lambda *x: spread(strategy, workers, **options)(*x)[0], q, k, v)
+        return out, *pull_back(dout)
+
+    wanted = jax.jit(lambda: results("balanced", 1))()
+    for strategy, workers in (("burst", 4), ("burst", (2, 2)), ("rsa", 2)):
+        for ours, theirs in zip(jax.jit(functools.partial(results, strategy, workers))(), wanted, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
@@ -322,10 +337,6 @@ def test_auto_runs_what_the_explanation_names(monkeypatch):
         (
             {"strategy": "hybrid", "axis": NODES, "mesh": (2, 4), "N": 2},
             r"q: number of heads 2 must be at least the size 4 of mesh axis 'gpu'",
-        ),
-        (
-            {"strategy": "burst", "axis": NODES, "mesh": (2, 2), "segment_ids": jnp.ones((1, 16), jnp.int32)},
-            "segment_ids: must be left out with strategy='burst' over two axes",
         ),
         ({"axis": ("seq", "gpu")}, r"axis=\('seq', 'gpu'\): must be one of the mesh's axes"),
     ],

@@ -66,6 +66,8 @@ PAIRS = {
     "window_across_chunks": Pair(T=50, S=60, q_start=100, k_start=50, window=70),
     "window_that_sees_nothing": Pair(q_start=200, k_start=40, window=30),
     "window_not_causal": Pair(T=50, S=90, q_start=40, window=20, is_causal=False),
+    "keys_behind_each_query": Pair(T=100, S=100, q_start=1, window=1, is_causal=False),
+    "first_keys_before_a_window": Pair(T=40, S=8, q_start=-5),
     "documents": Pair(T=150, S=150, documents=(0, 20, 23, 90)),
     "documents_not_causal": Pair(T=100, S=100, documents=(0, 33), is_causal=False),
     "documents_after_padding": Pair(T=50, S=100, q_start=50, documents=(30, 60)),

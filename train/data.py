@@ -13,6 +13,8 @@ from typing import Any, cast
 import grain
 import numpy as np
 
+from distflash_jax import order_documents
+from distflash_jax.schedule import Schedule
 from train.config import Config
 from train.distributed import WHOLE, Part
 from train.flags import InputError
@@ -173,6 +175,39 @@ class Share:
     weight: float = 1.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """An order of the packed documents of each row that keeps workers evenly busy, whatever the labels and positions.
+
+    table: of the workers that share rows. num_rows: that they share, in micro-batches of every `accumulate`-th.
+    """
+
+    table: Schedule
+    num_rows: int
+    accumulate: int = 1
+
+    def __call__(self, rows: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+        """The rows of one or several such groups."""
+        rows = list(rows)
+        for group in range(0, len(rows), self.num_rows):
+            for first in range(group, group + self.accumulate):
+                places = range(first, group + self.num_rows, self.accumulate)
+                lengths = [np.bincount(rows[i]["segment_ids"])[1:] for i in places]
+                orders = order_documents(lengths, self.table, seq_len=len(rows[first]["tokens"]))
+                for i, order in zip(places, orders, strict=True):
+                    rows[i] = reorder(rows[i], order)
+        return rows
+
+
+def reorder(row: dict[str, np.ndarray], order: np.ndarray) -> dict[str, np.ndarray]:
+    """The row with its documents, numbered from 0, in this order; then they are segments 1, 2, .. again."""
+    number = np.zeros(len(order) + 1, np.int32)  # in the new order
+    number[order + 1] = np.arange(1, len(order) + 1)
+    ids = number[row["segment_ids"]]
+    index = np.argsort(np.where(ids == 0, len(number), ids), kind="stable")  # padding stays behind them
+    return {name: x[index] for name, x in (row | {"segment_ids": ids}).items()}
+
+
 class Batches:
     """Endless batches of rows; `position` is where it stands, as JSON.
 
@@ -183,6 +218,7 @@ class Batches:
       part: rows and columns of each batch that are read and given, those of this process; its order and
         position are those of whole batches.
       tokenizer: the fingerprint of what made the tokens.
+      spread: in which order the documents of a row come.
     """
 
     def __init__(
@@ -193,9 +229,11 @@ class Batches:
         seed: int,
         part: Part = WHOLE,
         tokenizer: str | None = None,
+        spread: Spread | None = None,
     ) -> None:
         self._shares = shares
         self._part = part
+        self._spread = spread
         numbers = [_numbers(i, len(share.rows), seed + i) for i, share in enumerate(shares)]
         batches = _mix(shares, numbers).batch(batch_size, drop_remainder=True)
         first = b"".join(np.asarray(batches[i], "<i8").tobytes() for i in range(_COMPARED))
@@ -211,6 +249,7 @@ class Batches:
         """This process's part of the batch of these (source, row) pairs."""
         rows, columns = self._part
         read = [self._shares[source].rows[row] for source, row in numbers[rows]]
+        read = read if self._spread is None else self._spread(read)
         return {name: np.stack([row[name][columns] for row in read]) for name in read[0]} | {"numbers": numbers}
 
     def __next__(self) -> dict[str, np.ndarray]:

@@ -74,9 +74,13 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
     program = build_program(config, mesh)
     shape = (config.batch_size, config.seq_len)
     part = distributed.part_of(program.batch_sharding, shape)
-    tokenizer = opened.tokenizer and opened.tokenizer.fingerprint
     batches = data.Batches(
-        opened.training, batch_size=config.batch_size, seed=config.seed, part=part, tokenizer=tokenizer
+        opened.training,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        part=part,
+        tokenizer=opened.tokenizer and opened.tokenizer.fingerprint,
+        spread=_spread(config),
     )
     samples = Samples(config, mesh, opened) if config.sample_every else None
     run_dir = distributed.first_alone("run-dir", lambda: open_run_dir(config, is_first=distributed.is_first()))
@@ -250,15 +254,24 @@ def _timeline(config: Config) -> Timeline | None:
 
 def _idle(config: Config, batch: dict[str, np.ndarray]) -> dict[str, float]:
     """How unevenly packed documents spread attention over the workers of a table, where this process has all rows."""
-    ids, model = batch.get("segment_ids"), config.llama
-    if ids is None or ids.shape != (config.batch_size, config.seq_len):
+    ids, table = batch.get("segment_ids"), _table(config)
+    if table is None or ids is None or ids.shape != (config.batch_size, config.seq_len):
         return {}
-    if config.strategy not in schedule.TABLES or model.sliding_window is not None:
-        return {}
-    kv_heads = model.num_key_value_heads // config.mesh.tensor
-    table = schedule.choose(config.strategy, config.mesh.seq, kv_heads=kv_heads)
-    share = idle_share(ids, table, groups=config.mesh.data, accumulate=config.accumulate)
-    return {"attention_idle_share": share}
+    return {"attention_idle_share": idle_share(ids, table, groups=config.mesh.data, accumulate=config.accumulate)}
+
+
+def _spread(config: Config) -> data.Spread | None:
+    """How packed documents are ordered in their rows; None where that makes no difference."""
+    table = _table(config) if config.packing and config.mesh.seq > 1 else None
+    return table and data.Spread(table, config.batch_size // config.mesh.data, config.accumulate)
+
+
+def _table(config: Config) -> schedule.Schedule | None:
+    """That of attention, if there is one and documents alone say what is visible."""
+    if config.strategy not in schedule.TABLES or config.llama.sliding_window is not None:
+        return None
+    kv_heads = config.llama.num_key_value_heads // config.mesh.tensor
+    return schedule.choose(config.strategy, config.mesh.seq, kv_heads=kv_heads)
 
 
 def _memory(mesh: Mesh) -> dict[str, float]:
