@@ -53,7 +53,7 @@ def read(directory: Path) -> Json:
     """
     try:
         content = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"config.json must be a file of JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError("config.json must hold a JSON object")

@@ -206,6 +206,9 @@ def _open(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     on_disk: dict[str, Any] = {}
     homes = _homes(directory)
     for file in dict.fromkeys(homes.values()) or ["model.safetensors"]:
+        # A link may lead to a file elsewhere, as in the cache of the hub; a pipe or a device never ends.
+        if (directory / file).exists() and not (directory / file).is_file():
+            raise ValueError(f"{file} must be a whole safetensors file (it is no file)")
         try:
             opened = stack.enter_context(safe_open(directory / file, framework="np"))
         except (OSError, SafetensorError) as error:
@@ -228,7 +231,7 @@ def _homes(directory: Path) -> dict[str, str]:
     try:
         homes = json.loads((directory / _INDEX).read_text())["weight_map"]
         files = set(homes.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{_INDEX} must be JSON with a weight_map ({error})") from error
     for file in files:
         if not isinstance(file, str) or not re.fullmatch(r"[^/\\]+\.safetensors", file):

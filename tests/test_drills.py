@@ -3,6 +3,8 @@
 import pytest
 from drills import DRILLS, ROOT, perform
 
+from train.exits import Exit
+
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
@@ -17,8 +19,15 @@ def test_the_drill_holds(drill, shared):
     perform(drill, shared)
 
 
+REPORT = (ROOT / "docs" / "reliability.md").read_text().splitlines()
+
+
 def test_the_report_has_every_drill():
-    rows = (ROOT / "docs" / "reliability.md").read_text().splitlines()
-    assert [row for row in rows if row.startswith("| ")][1:] == [
-        f"| {drill.name} | {drill.done} | {drill.happened} |" for drill in DRILLS
-    ]
+    rows = REPORT[REPORT.index("| drill | what was done | what happened |") + 2 :]
+    assert rows == [f"| {drill.name} | {drill.done} | {drill.happened} |" for drill in DRILLS]
+
+
+def test_the_report_has_every_exit_code():
+    first = REPORT.index("| exit code | name | what it was | what to do |") + 2
+    rows = REPORT[first : REPORT.index("", first)]
+    assert [row.split(" | ")[:2] for row in rows] == [[f"| {code}", code.name] for code in Exit]

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import pickle
+import struct as struct_module
 
 import jax
 import jax.numpy as jnp
@@ -251,6 +253,59 @@ def test_a_truncated_file_is_refused(qwen):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"^model\.safetensors must be a whole safetensors file"):
         huggingface.load(folder, struct)
+
+
+def with_header(change):
+    """A safetensors file of one tensor of four floats, whose header was changed, and maybe what follows it."""
+
+    def write(file):
+        header = {"model.norm.weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
+        text, rest = change(header)
+        file.write_bytes(struct_module.pack("<Q", len(text)) + text + rest)
+
+    return write
+
+
+def as_json(header):
+    return json.dumps(header).encode()
+
+
+def stretched(header):
+    header["model.norm.weight"]["shape"] = [2**40]
+    return as_json(header), bytes(16)
+
+
+def overlapping(header):
+    header["x"] = {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}
+    return as_json(header), bytes(16)
+
+
+HOSTILE = {
+    "more bytes than it names": with_header(lambda header: (as_json(header), bytes(17))),
+    "tensors that overlap": with_header(overlapping),
+    "a shape of 2^40": with_header(stretched),
+    "a header as long as the file says": lambda file: file.write_bytes(struct_module.pack("<Q", 2**62) + b"{}"),
+    "a header of nested lists": with_header(lambda header: (b"[" * 10**6, b"")),
+    "a pickle under its name": lambda file: file.write_bytes(pickle.dumps({"model.norm.weight": [1.0] * 4})),
+    "a pipe": os.mkfifo,
+    "a link to a device": lambda file: file.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_before_anything_of_its_size_is_made(qwen, name):
+    folder, struct = qwen
+    (folder / "model.safetensors").unlink()
+    HOSTILE[name](folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"^model\.safetensors must be a whole safetensors file"):
+        huggingface.load(folder, struct)
+
+
+def test_a_link_to_a_file_is_followed_as_the_cache_of_the_hub_is_made_of_them(qwen):
+    folder, struct = qwen
+    (folder / "model.safetensors").rename(folder / "blob")
+    (folder / "model.safetensors").symlink_to("blob")
+    huggingface.load(folder, struct)
 
 
 @pytest.mark.parametrize(

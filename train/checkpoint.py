@@ -175,10 +175,12 @@ class Checkpoints:
         return sorted((int(path.name) for path in self._directory.glob("[0-9]*") if path.name.isdigit()), reverse=True)
 
     def _fail(self, saving: concurrent.futures.Future[None], step: int, error: BaseException) -> None:
-        # The disk may be full, and no more of it should be taken by each failure.
-        if distributed.is_first():
+        # The disk may be full, and no more of it should be taken by each failure. Where another process has failed
+        # before, this one may be late, and the same step be saved again already.
+        if distributed.is_first() and self.pending is saving:
             for path in self._directory.glob(f"{step}{_TEMPORARY}*"):
                 shutil.rmtree(path, ignore_errors=True)
+        fault("failed", step, jax.process_index())
         saving.set_exception(error)
 
     def _delete_old(self) -> None:

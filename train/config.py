@@ -25,7 +25,7 @@ from train.flags import InputError, MeshShape, SaveEvery, Source, StepRange, per
 
 Remat = Literal["attention", "offload", "offload-all", "layer", "none"]
 Attention = Literal[
-    "auto", "balanced", "balanced_unsplit", "ring", "burst", "ulysses", "all_gather", "hybrid", "zigzag"
+    "auto", "balanced", "balanced_unsplit", "ring", "ulysses", "all_gather", "hybrid", "zigzag", "burst", "rsa"
 ]
 Strategy = Literal[Attention, "megatron"]
 Platform = Literal["auto", "cpu", "cuda"]
@@ -152,6 +152,8 @@ class Config:
     """auto is cuda where a GPU is found, otherwise as many virtual CPU devices as the mesh needs."""
     dtype: Annotated[Dtype | None, flags.choice(*get_args(Dtype))] = None
     """Dtype of activations; without it: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
+    compile_cache: Annotated[Path | None, flags.path("DIR")] = None
+    """Folder in which compiled programs are kept; without it: on GPUs one in ~/.cache, on CPUs none."""
     config: Annotated[Path | None, flags.path("PATH")] = None
     """config.json of a run-dir, or what --print-config printed: its settings hold where no flag is given."""
     print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -203,7 +205,7 @@ class Config:
             raise InputError(f"--strategy hybrid: a seq axis of two parts in --mesh {self.mesh}, such as seq=2x4")
         if self.strategy == "megatron" and self.mesh.tensor > 1:
             raise InputError(f"--strategy megatron: no tensor axis in --mesh {self.mesh}, seq cuts heads and MLP")
-        if self.strategy == "zigzag" and self.packing:
+        if self.packing and self.strategy == "zigzag":
             raise InputError("--strategy zigzag: not with --packing, balanced takes packed documents")
         self._check_evaluation()
         self._check_processes()
@@ -365,7 +367,7 @@ _MAY_CHANGE_ON_RESUME = _MAY_CHANGE | {
 # These are not of the training; without run_dir, a run-dir can be moved.
 _NOT_SAVED = (
     *("overrides", "run_dir", "checkpoint", "accept", "config", "print_config", "dry_run", "device_memory"),
-    *("coordinator", "num_processes", "process_id"),
+    *("coordinator", "num_processes", "process_id", "compile_cache"),
 )
 
 

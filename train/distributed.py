@@ -118,6 +118,8 @@ def joined(job: Job | None, seconds: float = _MEETING_SECONDS) -> Iterator[None]
             raise InputError(
                 f"--coordinator {job.coordinator}: a free port here ({os.strerror(error.errno or 0)})"
             ) from None
+    if host in _LOOPBACK:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # It would take SIGTERM from `train.interrupt`, and from a process that is not training yet.
     jax.config.update("jax_enable_preemption_service", False)
     # JAX itself aborts with a stack of C++ where the time is over.

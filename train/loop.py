@@ -30,7 +30,7 @@ from train.faults import fault
 from train.flags import InputError, StepRange, without
 from train.interrupt import Interrupt
 from train.lock import locked
-from train.mesh import describe, make_mesh, peak_memory
+from train.mesh import describe, keep_compiled, make_mesh, peak_memory
 from train.plan import dry_run, explain_exhaustion, ideal_seconds
 from train.program import build_program
 from train.report import Clock, Pace, Report, say
@@ -52,6 +52,7 @@ def run(config: Config, command: list[str]) -> None:
     xla_flags.apply(xla_flags.DETERMINISTIC if config.deterministic else {})
     mesh = make_mesh(config.mesh, config.platform)
     config = _resolve(config, mesh)
+    keep_compiled(config.compile_cache, config.platform)
     if config.dry_run:
         print(dry_run(config, mesh))
         return
@@ -74,9 +75,13 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
     program = build_program(config, mesh)
     shape = (config.batch_size, config.seq_len)
     part = distributed.part_of(program.batch_sharding, shape)
-    tokenizer, spread = opened.tokenizer and opened.tokenizer.fingerprint, _spread(config)
     batches = data.Batches(
-        opened.training, batch_size=config.batch_size, seed=config.seed, part=part, tokenizer=tokenizer, spread=spread
+        opened.training,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        part=part,
+        tokenizer=opened.tokenizer and opened.tokenizer.fingerprint,
+        spread=_spread(config),
     )
     samples = Samples(config, mesh, opened) if config.sample_every else None
     run_dir = distributed.first_alone("run-dir", lambda: open_run_dir(config, is_first=distributed.is_first()))

@@ -53,6 +53,36 @@ def make_mesh(shape: MeshShape, platform: Platform) -> Mesh:
     return Mesh(grid, ("data", "seq", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
+def keep_compiled(folder: Path | None, platform: str) -> None:
+    """Has JAX keep what it compiles, and find it again, in a folder that nobody else can write: it is code.
+
+    Args:
+      folder: None takes that of JAX_COMPILATION_CACHE_DIR, else, on GPUs, one in the home of the user. What is compiled
+        for a CPU may not run on another one, with the same home.
+
+    Raises:
+      InputError: somebody else can write there, or the folder that is asked for cannot be made.
+    """
+    flag, asked = "--compile-cache", folder or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if folder is None and asked:
+        flag = "JAX_COMPILATION_CACHE_DIR"
+    if not asked and platform == "cpu":
+        return
+    path = Path(
+        asked or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distflash_jax" / "compiled"
+    )
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stat = path.stat()
+    except OSError as error:
+        if asked:
+            raise InputError(f"{flag} {path}: a folder that can be made ({error.strerror})") from None
+        return
+    if stat.st_uid not in (os.getuid(), 0) or stat.st_mode & 0o002:
+        raise InputError(f"{flag} {path}: a folder of yours that not everybody can write, as what is in it is run")
+    jax.config.update("jax_compilation_cache_dir", str(path))
+
+
 def by_host(devices: Sequence[Any]) -> list[Any]:
     """Devices that a fast link joins, such as the GPUs of a host (JAX: a slice), beside each other.
 

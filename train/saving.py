@@ -1,5 +1,6 @@
 """When a run saves, and what it says and does where saving fails."""
 
+import concurrent.futures
 import time
 from typing import Any
 
@@ -78,12 +79,17 @@ class Saver:
     def _settle(self) -> bool:
         """Waits for the save that was begun last; whether it is whole, in all processes."""
         pending = self._checkpoints.pending
-        failed = distributed.any_process(pending is not None and pending.exception() is not None)
-        if failed:
-            self._tell_of_failure()
-        elif pending is not None:
-            self._tell_of_success()
-        return not failed
+        while pending is not None:
+            # Where it has failed in one process, the others would wait long for that one's files.
+            is_done = bool(concurrent.futures.wait([pending], timeout=0.1).done)
+            done, failed = distributed.of_all(is_done, is_done and pending.exception() is not None).T
+            if failed.any():
+                self._tell_of_failure()
+                return False
+            if done.all():
+                self._tell_of_success()
+                return True
+        return True
 
     def _tell_of_success(self) -> None:
         self._checkpoints.pending, self._num_failures = None, 0
