@@ -24,6 +24,7 @@ from train.checks import BadSteps, checked
 from train.config import Config, check_run_dir, open_run_dir, run_dir_of, settings_of
 from train.decode import Samples
 from train.evaluation import Evaluation
+from train.exits import Stop
 from train.faults import fault
 from train.flags import InputError, StepRange, without
 from train.interrupt import Interrupt
@@ -85,13 +86,13 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
     parts = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state_struct)) / size
     say(f"state     {size / 2**20:,.1f} MiB of parameters and optimizer on a device, one part of {parts:.2f}")
     with (
-        explain_exhaustion(config, program, mesh),
         Interrupt(
             lambda: say("stopping after this step; a second signal leaves at once"),
             run_dir / "SAVE" if distributed.is_first() else None,
         ) as interrupt,
         Watchdog(clock, config.stuck_after),
-        contextlib.closing(Checkpoints(run_dir / "checkpoints", keep=config.keep)) as checkpoints,
+        _open_checkpoints(run_dir / "checkpoints", config.keep, clock) as checkpoints,
+        explain_exhaustion(config, program, mesh),
     ):
         start, state = _start(config, program, checkpoints, batches, clock)
         if start >= config.steps:
@@ -144,6 +145,22 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
     if memory := _memory(mesh):
         say(f"memory    {memory['peak_memory_gib']:.2f} GiB at most on a device; --dry-run tells what for")
     _tell_of_time(clock, run_dir, steps=(start + 1, done))
+
+
+@contextlib.contextmanager
+def _open_checkpoints(folder: Path, keep: int, clock: Clock) -> Iterator[Checkpoints]:
+    """Waits at the end for the save that is under way."""
+    checkpoints = Checkpoints(folder, keep=keep)
+    try:
+        yield checkpoints
+    except Exception as error:
+        # That save needs all processes, of which this one is to tell the others first.
+        if distributed.num_processes() > 1 and not isinstance(error, Stop):
+            distributed.leave(error)
+        raise
+    finally:
+        with clock.phase("save"):
+            checkpoints.close()
 
 
 class Profile:
