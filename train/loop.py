@@ -7,7 +7,6 @@ import json
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +25,14 @@ from train.decode import Samples
 from train.evaluation import Evaluation
 from train.exits import Stop
 from train.faults import fault
-from train.flags import InputError, StepRange, without
+from train.flags import InputError, without
 from train.interrupt import Interrupt
 from train.lock import locked
 from train.mesh import describe, keep_compiled, make_mesh, peak_memory
 from train.packing import idle_share
 from train.plan import dry_run, explain_exhaustion, ideal_seconds
 from train.program import build_program
-from train.report import Clock, Pace, Report, say
+from train.report import Clock, Pace, Profile, Report, say
 from train.saving import Saver
 from train.sharding import HEADS, bytes_per_device
 from train.sinks import Sink, TensorBoard, Tracker
@@ -161,37 +160,6 @@ def _open_checkpoints(folder: Path, keep: int, clock: Clock) -> Iterator[Checkpo
     finally:
         with clock.phase("save"):
             checkpoints.close()
-
-
-class Profile:
-    """Writes the steps of a range as one XLA profile, which TensorBoard finds in the run-dir."""
-
-    def __init__(self, steps: StepRange | None, run_dir: Path) -> None:
-        self._steps = steps
-        self._run_dir = run_dir
-        self._is_running = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_running:
-            self._stop()
-
-    @contextlib.contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Marks a step; the profile begins before the first and ends after the last of the range."""
-        if self._steps is not None and number in self._steps and not self._is_running:
-            jax.profiler.start_trace(self._run_dir)
-            self._is_running = True
-        with jax.profiler.StepTraceAnnotation("train", step_num=number):
-            yield
-        if self._steps is not None and self._is_running and number == self._steps.last:
-            self._stop()
-
-    def _stop(self) -> None:
-        self._is_running = False
-        jax.profiler.stop_trace()
 
 
 def _resolve(config: Config, mesh: Mesh) -> Config:
