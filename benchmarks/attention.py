@@ -5,8 +5,8 @@ Ulysses around cuDNN's kernel (`ulysses_cudnn`), and PyTorch's context_parallel 
 before the others); `balanced_without_messages`, which computes alike and leaves out what travels, so that the
 difference is what communication costs; and `balanced_default_flags`, without the XLA flags of distflash_jax.xla_flags.
 `zigzag` takes its tokens as if they lay in its order already. Packed documents follow each other in the order of
-distflash_jax.order_documents, and for `balanced_unordered` as they come. What cannot take a case is left out of it. `rsa`
-is measured where it is named: from 32K tokens on, its scores do not fit on two GPUs.
+distflash_jax.order_documents, and for `balanced_unordered` as they come. What cannot take a case is left out of it.
+`rsa` is measured where it is named: from 32K tokens on, its scores do not fit on two GPUs.
 """
 
 import argparse

@@ -92,8 +92,8 @@ class Config:
     to the host, or with offload-all both), its input alone (layer), or everything (none)."""
     strategy: Annotated[Strategy, flags.choice(*get_args(Strategy))] = "balanced"
     """How attention is spread over the seq axis; auto takes what is predicted to be the fastest. hybrid needs an
-    axis of parts, such as seq=2x4, on which burst is a double ring; zigzag puts the tokens of each batch into its order; megatron spreads the MLP too:
-    a worker has some of the heads and of the width, for all tokens."""
+    axis of parts, such as seq=2x4, on which burst is a double ring; zigzag puts the tokens of each batch into its
+    order; megatron spreads the MLP too: a worker has some of the heads and of the width, for all tokens."""
     data: tyro.conf.UseAppendAction[tuple[Annotated[Source, flags.parsed(Source.parse, "PATH[:WEIGHT]")], ...]] = ()
     """Text, .jsonl or .parquet file, folder of them, or tokens as .npy or .bin (little-endian uint16); with
     several, samples are drawn in proportion to the weights. Lines and rows hold a text, or messages, or prompt
