@@ -20,7 +20,7 @@ from benchmarks.predict import _markdown as markdown
 from benchmarks.predict import update
 from distflash_jax.cost import Cost, Direction, Kernel, Machine, Rate, Shape
 from distflash_jax.schedule import Table, balanced, choose, ring, split_heads
-from distflash_jax.timeline import simulate
+from distflash_jax.timeline import Timeline, simulate
 from models.config import PRESETS, LlamaConfig
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "paper.md"
@@ -46,12 +46,15 @@ A100 = Machine(
     latency=95e-6,  # as measured on H200s
     memory=MEMORY,
     start=0.0,
+    workers_per_node=PER_NODE,
+    network=NETWORK,
 )
 # Megatron's collectives in units of the activations of a layer, recomputed ones included: appendix D.
 MEGATRON_COLLECTIVES = 14
 # Passes of Ring Self-Attention over its 16-bit scores: forward, and backward. Counted, not measured.
 RSA_PASSES = {"forward": 6, "backward": 12}
 BOTH: tuple[Direction, ...] = ("forward", "backward")
+TWICE: tuple[Direction, ...] = ("forward", *BOTH)  # where attention outputs are not kept
 
 MODELS = {"7B": "llama-7b", "GQA": "llama-gqa", "33H": "llama-33h"} | {f"{n}H": f"llama-{n}h" for n in (16, 8, 4, 2)}
 # Table 1: (GPUs, tokens in thousands): seconds of Megatron, and of the paper's system, for 7B, GQA and 33H.
@@ -97,30 +100,15 @@ class Cell(NamedTuple):
 
 
 def table_seconds(strategy: Table, model: LlamaConfig, P: int, T: int, directions: Sequence[Direction] = BOTH) -> float:
-    """Attention of all layers by a table: its timeline, and what messages between nodes take beyond the kernels."""
-    schedule = choose(strategy, P, kv_heads=model.num_key_value_heads)
-    shape = Shape(T, model.num_attention_heads, model.num_key_value_heads)
-    seconds = simulate(schedule, shape, A100, directions).makespan
-    cost = Cost(schedule, shape)
-    return model.num_hidden_layers * (seconds + sum(_waits(cost, direction) for direction in directions))
+    """Attention of all layers by a table."""
+    return model.num_hidden_layers * timeline(strategy, model, P, T, directions).makespan
 
 
-def _waits(cost: Cost, direction: Direction) -> float:
-    """Beside step s the operands of step s + 1 travel, and the results of step s - 1."""
-    steps, waits = cost.schedule.steps, 0.0
-    for number in range(len(steps) + 1):
-        messages = [*cost.returns(direction, steps[number - 1])] if number else []
-        messages += cost.fetches(direction, steps[number + 1]) if number + 1 < len(steps) else []
-        into, out = [0] * cost.schedule.num_workers, [0] * cost.schedule.num_workers
-        for message in messages:
-            for source, worker in message.permutation:
-                if source // PER_NODE != worker // PER_NODE:
-                    into[worker] += message.size
-                    out[source] += message.size
-        tasks = steps[number].tasks if number < len(steps) else ()
-        kernel = max((A100.kernel_seconds(direction, cost, task) for task in tasks), default=0.0)
-        waits += max(max(*into, *out) / NETWORK - kernel, 0.0)
-    return waits
+def timeline(strategy: Table, model: LlamaConfig, P: int, T: int, directions: Sequence[Direction] = BOTH) -> Timeline:
+    """Attention of one layer by a table."""
+    heads = model.num_key_value_heads
+    shape = Shape(T, model.num_attention_heads, heads, model.head_dim)
+    return simulate(choose(strategy, P, kv_heads=heads), shape, A100, directions)
 
 
 def whole_seconds(model: LlamaConfig, num_heads: float, T: int, directions: Sequence[Direction]) -> float:
@@ -154,18 +142,17 @@ def sharded_seconds(model: LlamaConfig, P: int, T: int, attention: float) -> flo
     return attention + dense_seconds(model, P, T) + weights_seconds(model, P)
 
 
-def step_seconds(system: str, model: LlamaConfig, P: int, T: int) -> float:
+def step_seconds(system: str, model: LlamaConfig, P: int, T: int, passes: Sequence[Direction] = TWICE) -> float:
     """A step of T tokens on P GPUs, by "megatron", "ulysses", "rsa", "layer" or the name of a table.
 
-    "layer" is the paper's table with checkpoints at the borders of layers. It, Megatron, Ulysses and RSA run the
-    forward of attention twice.
+    "layer" is the paper's table with checkpoints at the borders of layers. passes: those of attention, of all but
+    tables, which always keep its outputs.
     """
     heads = split_heads(model.num_attention_heads, model.num_key_value_heads, P).q_heads * P
-    twice: tuple[Direction, ...] = ("forward", *BOTH)
     if system == "megatron":
         gathered = MEGATRON_COLLECTIVES * model.num_hidden_layers * 2 * T * model.hidden_size
         return (
-            whole_seconds(model, heads / P, T, twice)
+            whole_seconds(model, heads / P, T, passes)
             + dense_seconds(model, P, T, heads)
             + collective_seconds(gathered, P)
         )
@@ -176,18 +163,20 @@ def step_seconds(system: str, model: LlamaConfig, P: int, T: int) -> float:
         # Forward q, k, v and out; once more; backward those four and dout, dq, dk and dv.
         exchanged = 4 * model.num_hidden_layers * each * model.head_dim
         travels = exchanged * max(outside / NETWORK, ((P - 1) / P - outside) / NVLINK)
-        return sharded_seconds(model, P, T, whole_seconds(model, heads / P, T, twice) + travels)
+        return sharded_seconds(model, P, T, whole_seconds(model, heads / P, T, passes) + travels)
     if system == "rsa":
         scores = model.num_attention_heads * T**2 / P * model.num_hidden_layers
-        passes = sum(RSA_PASSES[direction] for direction in twice)
+        through_memory = sum(RSA_PASSES[direction] for direction in passes)
         products = (
             4 * model.head_dim * scores * (2 + 2) / PRODUCTS
         )  # two forwards, and a backward without recomputation
         rings = 2 * 2 * T * model.num_key_value_heads * model.head_dim * model.num_hidden_layers * (2 + 2)
         wire = NVLINK if P <= PER_NODE else NETWORK
-        return sharded_seconds(model, P, T, passes * 2 * scores / MEMORY + products + rings * (P - 1) / P / wire)
+        return sharded_seconds(
+            model, P, T, through_memory * 2 * scores / MEMORY + products + rings * (P - 1) / P / wire
+        )
     if system == "layer":
-        return sharded_seconds(model, P, T, table_seconds("balanced_unsplit", model, P, T, twice))
+        return sharded_seconds(model, P, T, table_seconds("balanced_unsplit", model, P, T, passes))
     return sharded_seconds(model, P, T, table_seconds(cast(Table, system), model, P, T))
 
 
@@ -299,8 +288,8 @@ def make_ratios() -> str:
     def add(system: str, ours: str, name: str, P: int, n: int, theirs: float, published: float) -> None:
         model, T = model_of(name), 1024 * n
         other, table, split = (step_seconds(x, model, P, T) for x in (ours, "balanced_unsplit", "balanced"))
-        ratios = (theirs / published, other / table, other / split)
-        lines.append([system, f"{name}, {P} GPUs, {n}K", *(f"{ratio:.2f}" for ratio in ratios), f"{split:.2f}"])
+        ratios = (theirs / published, other / table, other / split, step_seconds(ours, model, P, T, BOTH) / split)
+        lines.append([system, f"{name}, {P} GPUs, {n}K", *map(_ratio, ratios), f"{split:.2f}"])
 
     for (P, n), (megatron, dfa) in STEPS.items():
         for name, theirs, published in zip(("7B", "GQA", "33H"), megatron, dfa, strict=True):
@@ -309,7 +298,10 @@ def make_ratios() -> str:
         add("RSA", "rsa", "7B", P, n, theirs, published)
     for (name, n), (theirs, published) in ULYSSES.items():
         add("Ulysses", "ulysses", name, 16, n, theirs, published)
-    header = ["over", "case", "published", "predicted", "over `balanced`", "`balanced`, s"]
+    for P, n in STEPS:
+        for system in ("ring", "burst"):
+            add(f"`{system}`", system, "7B", P, n, math.nan, math.nan)
+    header = ["", "case", "published", "predicted", "over `balanced`", "with outputs kept too", "`balanced`, s"]
     return markdown(header, lines, 2)
 
 
@@ -380,20 +372,13 @@ def make_volume() -> str:
 
 
 def make_overlap() -> str:
-    """Messages of LLaMA-7B's attention on 16 GPUs, forward and backward, as a share of the time of its kernels."""
-    lines = []
-    for n in (128, 256, 512):
-        row = [f"{n}K"]
-        for name in ("7B", "GQA"):
-            model = model_of(name)
-            cost = Cost(
-                choose("balanced_unsplit", 16, kv_heads=model.num_key_value_heads),
-                Shape(1024 * n, 32, model.num_key_value_heads),
-            )
-            longest_kernel = lambda x, step, cost=cost: max(A100.kernel_seconds(x, cost, task) for task in step.tasks)
-            kernels = sum(longest_kernel(x, step) for x in BOTH for step in cost.schedule.steps)
-            row.append(f"{sum(_waits(cost, x) for x in BOTH) / kernels:.0%}")
-        lines.append(row)
+    """How long GPUs wait for messages of attention on 16 GPUs, forward and backward, as a share of computing."""
+
+    def share(name: str, n: int) -> float:
+        found = timeline("balanced_unsplit", model_of(name), 16, 1024 * n)
+        return sum(found.exposed) / sum(found.busy)
+
+    lines = [[f"{n}K", *(f"{share(name, n):.0%}" for name in ("7B", "GQA"))] for n in (128, 256, 512)]
     return markdown(["tokens", "7B: exposed", "GQA: exposed"], lines, 1)
 
 

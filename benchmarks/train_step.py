@@ -64,10 +64,14 @@ class Case(NamedTuple):
 
 
 SETS = {
-    # The systems of the paper on one model.
-    "strategies": tuple(
-        Case("llama-7b", 65536, strategy)
-        for strategy in ("balanced", "balanced_unsplit", "ring", "zigzag", "ulysses", "all_gather", "megatron")
+    # The systems of the paper on one model; the paper's Megatron keeps no attention outputs.
+    "strategies": (
+        *(
+            Case("llama-7b", 65536, strategy)
+            for strategy in ("balanced", "balanced_unsplit", "ring", "zigzag", "burst")
+        ),
+        *(Case("llama-7b", 65536, strategy) for strategy in ("ulysses", "all_gather", "megatron")),
+        Case("llama-7b", 65536, "megatron", "layer"),
     ),
     # The paper's models, all of their layers, of which there are 1024 / heads.
     "shapes": tuple(

@@ -25,7 +25,7 @@ from train.flags import InputError, MeshShape, SaveEvery, Source, StepRange, per
 
 Remat = Literal["attention", "offload", "offload-all", "layer", "none"]
 Attention = Literal[
-    "auto", "balanced", "balanced_unsplit", "ring", "burst", "ulysses", "all_gather", "hybrid", "zigzag"
+    "auto", "balanced", "balanced_unsplit", "ring", "ulysses", "all_gather", "hybrid", "zigzag", "burst", "rsa"
 ]
 Strategy = Literal[Attention, "megatron"]
 Platform = Literal["auto", "cpu", "cuda"]
@@ -92,8 +92,8 @@ class Config:
     to the host, or with offload-all both), its input alone (layer), or everything (none)."""
     strategy: Annotated[Strategy, flags.choice(*get_args(Strategy))] = "balanced"
     """How attention is spread over the seq axis; auto takes what is predicted to be the fastest. hybrid needs an
-    axis of parts, such as seq=2x4, on which burst is a double ring; zigzag puts the tokens of each batch into its
-    order; megatron spreads the MLP too: a worker has some of the heads and of the width, for all tokens."""
+    axis of parts, such as seq=2x4, and burst knows of them; zigzag puts the tokens of each batch into its order;
+    megatron spreads the MLP too: a worker has some of the heads and of the width, for all tokens."""
     data: tyro.conf.UseAppendAction[tuple[Annotated[Source, flags.parsed(Source.parse, "PATH[:WEIGHT]")], ...]] = ()
     """Text, .jsonl or .parquet file, folder of them, or tokens as .npy or .bin (little-endian uint16); with
     several, samples are drawn in proportion to the weights. Lines and rows hold a text, or messages, or prompt
@@ -203,10 +203,8 @@ class Config:
             raise InputError(f"--strategy hybrid: a seq axis of two parts in --mesh {self.mesh}, such as seq=2x4")
         if self.strategy == "megatron" and self.mesh.tensor > 1:
             raise InputError(f"--strategy megatron: no tensor axis in --mesh {self.mesh}, seq cuts heads and MLP")
-        if self.strategy == "zigzag" and self.packing:
-            raise InputError("--strategy zigzag: not with --packing, balanced takes packed documents")
-        if self.strategy == "burst" and self.packing and self.mesh.num_nodes > 1:
-            raise InputError(f"--strategy burst: not with --packing and a seq axis of two parts in --mesh {self.mesh}")
+        if self.packing and (self.strategy == "zigzag" or (self.strategy == "burst" and self.mesh.num_nodes > 1)):
+            raise InputError(f"--strategy {self.strategy}: not with --packing, balanced takes packed documents")
         self._check_evaluation()
         self._check_processes()
         for name in self.accept:
