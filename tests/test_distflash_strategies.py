@@ -17,6 +17,7 @@ from test_distflash_attention import assert_matches, attend, make_mesh
 from test_distflash_remat import WITH_POLICY, gradient_jaxpr
 
 from benchmarks.cases import ATTENTION
+from benchmarks.predict import UNMASKED
 from distflash_jax import attention, distflash_attention, explain_strategy, strategies, unzigzag, zigzag
 from distflash_jax.cost import MACHINES, Shape
 from distflash_jax.schedule import STRATEGIES, choose, split_heads
@@ -265,19 +266,18 @@ def test_the_hopper_kernels_lower_on_a_mesh(strategy, monkeypatch):
 # The choice
 
 
-def test_predictions_of_ulysses_and_all_gather_are_within_eight_percent_of_their_rows():
-    """From 32K tokens on; their all-gather had its queries in zigzag order already."""
+def test_predictions_of_collectives_are_within_five_percent_of_their_rows():
+    """From 32K tokens on."""
     with ROWS.open(newline="") as file:
-        rows = [r for r in csv.DictReader(file) if r["implementation"] in ("ulysses", "all_gather")]
+        rows = [r for r in csv.DictReader(file) if r["implementation"] in ("ulysses", "all_gather", "zigzag")]
     rows = {(r["case"], r["implementation"], r["mode"]): float(r["p50"]) for r in rows}
-    is_plain = lambda case: case.T >= 32768 and not case.documents and not case.window
-    rows = {key: seconds for key, seconds in rows.items() if is_plain(ATTENTION[key[0]])}
-    assert len(rows) >= 8
+    rows = {key: seconds for key, seconds in rows.items() if ATTENTION[key[0]].T >= 32768 and key[0] in UNMASKED}
+    assert len(rows) >= 12
     for (name, strategy, mode), measured in rows.items():
         case = ATTENTION[name]
         cost = Spread(strategy, Shape(case.T, case.N, case.K, case.H), (2,))
         directions = ("forward",) if mode == "forward" else ("forward", "backward")
-        assert predict(cost, MACHINES["h200-nvlink"], directions) == pytest.approx(measured, rel=0.08), (name, strategy)
+        assert predict(cost, MACHINES["h200-nvlink"], directions) == pytest.approx(measured, rel=0.05), (name, strategy)
 
 
 def shapes(T, N, K, H=128):

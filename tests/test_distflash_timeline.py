@@ -24,21 +24,20 @@ def of(timeline, kind, direction="forward"):
     return {(e.worker, e.step): e for e in timeline.events if (e.kind, e.direction) == (kind, direction)}
 
 
-def validate_long():
-    """From 16K tokens on."""
+def measured_from_16k():
     return {row: pair for row, pair in validate().items() if ATTENTION[row.case].T >= 16384}
 
 
 @pytest.mark.parametrize("mode", ["forward", "forward_backward"])
 def test_balanced_on_two_gpus_is_predicted_within_five_percent(mode):
-    found = {row: pair for row, pair in validate_long().items() if row[1:] == ("balanced", 2, mode)}
+    found = {row: pair for row, pair in measured_from_16k().items() if row[1:] == ("balanced", 2, mode)}
     assert len(found) >= {"forward": 2, "forward_backward": 6}[mode]
     for row, (measured, predicted) in found.items():
         assert predicted == pytest.approx(measured, rel=0.05), row
 
 
 def test_other_tables_on_two_gpus_are_predicted_within_five_percent():
-    found = {row: pair for row, pair in validate_long().items() if row.workers == 2}
+    found = {row: pair for row, pair in measured_from_16k().items() if row.workers == 2}
     assert len(found) >= 24
     for row, (measured, predicted) in found.items():
         assert predicted == pytest.approx(measured, rel=0.05), row
