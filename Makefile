@@ -9,7 +9,7 @@ PINS = jax==0.11.2 jaxlib==0.11.2 flax==0.12.10 orbax-checkpoint==0.12.8
 JAX_NEXT = 'jax>=0.12,<0.13' 'jaxlib>=0.12,<0.13'
 CUDA_PLUGIN = jax-cuda13-pjrt==0.11.2
 
-.PHONY: help train test lint format cuda12 cuda13 assemble compile smoke-jax-next constraints clean
+.PHONY: help train test drills lint format cuda12 cuda13 assemble compile smoke-jax-next constraints clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9][a-z0-9 -]*\):.*## \(.*\)/make \1|\2/p' Makefile | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
@@ -20,6 +20,9 @@ train: .venv/.ready ## the main job: train a small Llama on 8 workers
 # Two processes, since a test is mostly one thread compiling; worksteal keeps cases that share compiled code together.
 test: .venv/.ready ## the tests (ARGS="-n 0" for one process)
 	@$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+drills: .venv/.ready ## kill, damage and fill up runs of the command, and see that nothing is lost (ARGS="--kills 200")
+	@$(PY) -m tests.drills $(ARGS)
 
 lint: .venv/.ready-dev ## format, style, import contracts, types; what CI checks
 	@$(PY) -m ruff format --check --output-format concise .

@@ -11,8 +11,6 @@ distflash_jax.order_documents, and for `balanced_unordered` as they come. What c
 import argparse
 import contextlib
 import functools
-import json
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,9 +25,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from benchmarks import peers
 from benchmarks.cases import ATTENTION, ATTENTION_DEFAULT, Case
-from benchmarks.harness import RESULTS, Quantiles, quantiles, time_in_turns, write_rows
-from benchmarks.peers import one_line
+from benchmarks.harness import RESULTS, Quantiles, time_in_turns, write_rows
 from distflash_jax import cost, distflash_attention, executor, order_documents, schedule, xla_flags
 
 MODES = ("forward", "forward_backward")
@@ -116,23 +114,6 @@ def make_call(case: Case, num_workers: int, name: str, mode: str) -> tuple[jax.s
         return program.lower(*inputs), inputs
 
 
-def time_torch(cases: Sequence[Case], modes: Sequence[str]) -> dict[tuple[str, str], Quantiles]:
-    """Seconds of PyTorch's context_parallel by (case, mode); {} and a line where it cannot run."""
-    calls = {f"{case.T} {case.N} {case.K} {case.H} {mode}": (case.name, mode) for case in cases for mode in modes}
-    num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    command = ["torchrun", "--nproc-per-node", str(num_gpus), "-m", "benchmarks.torch_cp", *calls]
-    try:
-        child = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"{TORCH}: left out, {one_line(error)} {(getattr(error, 'stderr', None) or '')[-300:]}", flush=True)
-        return {}
-    lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
-    for line in lines:
-        if "error" in line:
-            print(f"{TORCH}: {line['case']} left out, {line['error']}", flush=True)
-    return {calls[line["case"]]: quantiles(line["seconds"]) for line in lines if "seconds" in line}
-
-
 def measure(case: Case, mode: str, names: Sequence[str], torch: Quantiles | None) -> list[dict[str, object]]:
     """A row for ours on one GPU, and for each of these names on all of them."""
     num_workers = jax.device_count()
@@ -178,7 +159,7 @@ def main():
     xla_flags.apply(xla_flags.choose())
     cases = [ATTENTION[name] for name in arguments.cases]
     with_torch = [case for case in cases if can_take(TORCH, case)] if TORCH in arguments.names else []
-    torch = time_torch(with_torch, arguments.modes) if with_torch else {}
+    torch = peers.time_torch(with_torch, arguments.modes) if with_torch else {}
     for case in cases:
         for mode in arguments.modes:
             write_rows(arguments.out, measure(case, mode, arguments.names, torch.get((case.name, mode))))

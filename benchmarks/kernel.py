@@ -2,8 +2,9 @@
 
 Modes: forward; backward, given what the forward returned; both, in one program; deterministic, a backward of ours alone
 that repeats bit by bit. A peer has no backward alone: its backward is both minus forward. --implementations names
-block kernels of ours (hopper is the default, triton another). The bound of a row is the
-rate of a bfloat16 matrix product of 8192 x 8192 in the same run. What cannot run is named in one line and left out.
+block kernels of ours (hopper is the default, triton another). `torch`, PyTorch's FlashAttention-2, is measured before
+the others. The bound of a row is the rate of a bfloat16 matrix product of 8192 x 8192 in the same run. What cannot run
+is named in one line and left out.
 `--table` measures nothing and prints the newest rows.
 """
 
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from benchmarks.cases import KERNEL_DEFAULT, Case, select
 from benchmarks.harness import RESULTS, Quantiles, newest_rows, time_in_turns, write_rows
-from benchmarks.peers import LABELS, PEERS, Peer, available, one_line
+from benchmarks.peers import LABELS, PEERS, TORCH, TRITON_LABELS, Peer, available, one_line, time_torch
 from distflash_jax import cost
 from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Box, Mask, Operand
 
@@ -149,9 +150,14 @@ def make_programs(case: Case, functions: dict[Key, Function], inputs: dict[str, 
 
 
 def measure(
-    case: Case, peers: dict[str, Peer], modes: Collection[str], bound: float, implementations: Collection[str] = (OURS,)
+    case: Case,
+    peers: dict[str, Peer],
+    modes: Collection[str],
+    bound: float,
+    implementations: Collection[str] = (OURS,),
+    measured: Mapping[Key, Quantiles] = {},
 ) -> list[dict[str, Any]]:
-    """The rows of a case."""
+    """The rows of a case, and of what was measured before in other processes."""
     ours = random_inputs(case)
     inputs = dict.fromkeys(implementations, ours) | {name: ours.of(peer) for name, peer in peers.items()}
     programs = make_programs(case, make_functions(case, peers, modes, implementations), inputs)
@@ -161,7 +167,7 @@ def measure(
         if Key(name, "forward") in programs:
             inputs[name] = ours.given(*programs[Key(name, "forward")](ours))
     seconds = time_in_turns({key: functools.partial(run, inputs[key.implementation]) for key, run in programs.items()})
-    return make_rows(case, seconds, modes, bound)
+    return make_rows(case, seconds | dict(measured), modes, bound)
 
 
 def make_rows(case: Case, seconds: dict[Key, Quantiles], modes: Collection[str], bound: float) -> list[dict[str, Any]]:
@@ -185,20 +191,24 @@ def matmul_tflops() -> float:
     return 2 * 8192**3 / time_in_turns({"": functools.partial(jax.jit(jnp.dot), a, a)})[""].p50 / 1e12
 
 
-def make_table(rows: dict[tuple[str, str, str], dict[str, str]], cases: Iterable[Case]) -> str:
-    """Markdown: TFLOP/s by case, and ours as a multiple of cuDNN; cases without a row of ours are left out."""
+def make_table(
+    rows: dict[tuple[str, str, str], dict[str, str]], cases: Iterable[Case], labels: Mapping[str, str] = LABELS
+) -> str:
+    """Markdown: TFLOP/s by case, and ours, the first label, as a multiple of the second; cases without a row of ours
+    are left out.
+    """
+    ours, other, *_ = labels
     lines = []
-    for name in (case.name for case in cases if any((case.name, OURS, mode) in rows for mode in WORK)):
+    for name in (case.name for case in cases if any((case.name, ours, mode) in rows for mode in WORK)):
         cells = [name]
         for mode in ("forward", "backward"):
-            rates = {x: float(rows[name, x, mode]["p50"]) for x in LABELS if (name, x, mode) in rows}
-            cells += [f"{rates[x]:.0f}" if x in rates else "–" for x in LABELS]
-            cells += [f"{rates[OURS] / rates['cudnn']:.2f}" if {OURS, "cudnn"} <= rates.keys() else "–"]
+            rates = {x: float(rows[name, x, mode]["p50"]) for x in labels if (name, x, mode) in rows}
+            cells += [f"{rates[x]:.0f}" if x in rates else "–" for x in labels]
+            cells += [f"{rates[ours] / rates[other]:.2f}" if {ours, other} <= rates.keys() else "–"]
         lines.append(cells)
-    ours, *others = LABELS.values()
     header = ["case"]
     for mode in ("forward", "backward"):
-        header += [f"{mode}: {ours}", *others, f"{ours} / cuDNN"]
+        header += [f"{mode}: {labels[ours]}", *list(labels.values())[1:], f"{labels[ours]} / {labels[other]}"]
     rule = ["---", *["--:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))
 
@@ -208,7 +218,7 @@ def main():
     parser.add_argument("--cases", nargs="*", default=KERNEL_DEFAULT, help="names or patterns such as '*_d128_*'")
     parser.add_argument("--modes", nargs="*", choices=WORK, default=list(WORK))
     parser.add_argument("--implementations", nargs="*", choices=IMPLEMENTATIONS, default=[OURS])
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--peers", nargs="*", choices=[*PEERS, TORCH], default=list(LABELS)[1:])
     parser.add_argument("--out", type=Path, default=RESULTS / "kernel.csv", help="where rows are added, or read from")
     parser.add_argument("--table", action="store_true", help="print the newest rows of the cases as Markdown")
     arguments = parser.parse_args()
@@ -217,13 +227,18 @@ def main():
     except ValueError as error:
         parser.error(str(error))
     if arguments.table:
-        print(make_table(newest_rows(arguments.out), cases))
+        labels = LABELS if OURS in arguments.implementations else TRITON_LABELS
+        print(make_table(newest_rows(arguments.out), cases, labels))
         return
-    peers = available(arguments.peers)
+    torch = {}
+    if TORCH in arguments.peers:
+        torch = time_torch([case for case in cases if not case.documents and case.window is None], ("forward", "both"))
+    peers = available(name for name in arguments.peers if name != TORCH)
     bound = matmul_tflops()
     print(f"matrix product {bound:.0f} TFLOP/s", flush=True)
     for case in cases:
-        rows = measure(case, peers, arguments.modes, bound, arguments.implementations)
+        measured = {Key(TORCH, mode): x for (name, mode), x in torch.items() if name == case.name}
+        rows = measure(case, peers, arguments.modes, bound, arguments.implementations, measured)
         write_rows(arguments.out, rows)
         for mode in arguments.modes:
             rates = (f"{row['implementation']} {row['p50']:4.0f}" for row in rows if row["mode"] == mode)

@@ -2,8 +2,11 @@
 
 import functools
 import importlib
+import json
 import logging
-from collections.abc import Callable, Iterable
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -12,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cases import Case
+from benchmarks.harness import Quantiles, quantiles
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -41,6 +45,18 @@ def tokamax(case: Case, package: ModuleType) -> Attention:
         return api.IMPLEMENTATIONS["mosaic_gpu"](q, k, v, mask=mask)
 
     return attention
+
+
+def tokamax_triton(case: Case, package: ModuleType) -> Attention:
+    if case.documents or case.window is not None:
+        raise NotImplementedError("not asked of tokamax's Triton kernel here")
+    return functools.partial(package.dot_product_attention, implementation="triton", is_causal=case.is_causal)
+
+
+def in_tree_triton(case: Case, module: ModuleType) -> Attention:
+    if case.documents or case.window is not None or case.N != case.K:
+        raise NotImplementedError("not asked of JAX's Triton kernel here")
+    return functools.partial(module.mha, segment_ids=None, sm_scale=case.H**-0.5, causal=case.is_causal)
 
 
 def in_tree(case: Case, module: ModuleType) -> Attention:
@@ -75,8 +91,38 @@ PEERS = {
     "tokamax": Peer("tokamax", tokamax),
     # Its shared memory is float16 whatever the inputs are.
     "in_tree": Peer("jax.experimental.pallas.ops.gpu.attention_mgpu", in_tree, jnp.float16, has_scale=False),
+    "tokamax_triton": Peer("tokamax", tokamax_triton),
+    "in_tree_triton": Peer("jax.experimental.pallas.ops.gpu.attention", in_tree_triton),
 }
+TORCH = "torch"  # FlashAttention-2 on one GPU; measured in a process of its own
 LABELS = {"hopper": "ours", "cudnn": "cuDNN", "tokamax": "tokamax", "in_tree": "in-tree"}
+TRITON_LABELS = {
+    "triton": "ours", TORCH: "FlashAttention-2", "tokamax_triton": "tokamax's Triton", "in_tree_triton": "JAX's Triton"
+}  # fmt: skip
+
+
+def time_torch(cases: Sequence[Case], modes: Sequence[str]) -> dict[tuple[str, str], Quantiles]:
+    """Seconds of PyTorch's attention by (case, mode), on all GPUs; {} and a line where it cannot run.
+
+    A mode other than "forward" is forward and backward.
+    """
+    calls = {
+        f"{case.T} {case.N} {case.K} {case.H} {int(case.is_causal)} {mode}": (case.name, mode)
+        for case in cases
+        for mode in modes
+    }
+    num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    command = ["torchrun", "--nproc-per-node", str(num_gpus), "-m", "benchmarks.torch_attention", *calls]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"{TORCH}: left out, {one_line(error)} {(getattr(error, 'stderr', None) or '')[-300:]}", flush=True)
+        return {}
+    lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+    for line in lines:
+        if "error" in line:
+            print(f"{TORCH}: {line['case']} left out, {line['error']}", flush=True)
+    return {calls[line["case"]]: quantiles(line["seconds"]) for line in lines if "seconds" in line}
 
 
 def available(names: Iterable[str]) -> dict[str, Peer]:

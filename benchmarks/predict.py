@@ -10,20 +10,33 @@ import csv
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
 from benchmarks.cases import ATTENTION
 from benchmarks.harness import RESULTS
 from distflash_jax import schedule
-from distflash_jax.cost import MACHINES, Direction, Machine, Shape
-from distflash_jax.timeline import Timeline, simulate
+from distflash_jax.cost import MACHINES, Machine, Shape
+from distflash_jax.spread import Spread
+from distflash_jax.timeline import Timeline, simulate, simulate_strategy
 
-MODES: dict[str, tuple[Direction, ...]] = {"forward": ("forward",), "forward_backward": ("forward", "backward")}
+BOTH: tuple[schedule.Direction, ...] = ("forward", "backward")
+MODES: dict[str, tuple[schedule.Direction, ...]] = {
+    "forward": ("forward",),
+    "forward_backward": ("forward", "backward"),
+}
+FLAT = ("h200-nvlink", "h200-400g")  # machines whose links are all alike
 WORKERS = (2, 4, 8, 16, 64)
 TOKENS = (8192, 16384, 32768)  # of one GPU
 KV_HEADS = (32, 8)
+VOLUME: tuple[tuple[schedule.Strategy, tuple[int, ...]], ...] = (
+    *((name, (8,)) for name in ("balanced", "ring", "burst", "zigzag", "all_gather", "ulysses", "rsa")),
+    ("burst", (2, 4)),
+    ("hybrid", (2, 4)),
+)
+SCALING_WORKERS = (8, 64, 256, 1024)
+SCALING = ("balanced", "burst", "hybrid")  # the latter two over nodes and the GPUs of each
 HIDDEN = 0.01  # share of the time that waiting for messages may take
 DOCUMENT = Path(__file__).parent.parent / "docs" / "predictions.md"
 SILENT = "_without_messages"
@@ -49,6 +62,41 @@ def make_predictions(machine: Machine) -> str:
     return _markdown(["tokens a GPU", "heads", "", *(f"{P} GPUs" for P in WORKERS)], lines, 3)
 
 
+def make_scaling(workers: Sequence[int] = SCALING_WORKERS) -> str:
+    """Markdown: speed as a share of one node's (`balanced`) times nodes, and of one GPU's times GPUs; waiting."""
+    machine, lines = MACHINES["h200-nodes"], []
+    size, directions = cast(int, machine.workers_per_node), MODES["forward_backward"]
+    for kv_heads in KV_HEADS:
+        for tokens in (4096, *TOKENS):
+            node = predict(machine, size, size * tokens, kv_heads, "forward_backward")
+            for strategy in SCALING:
+                cells = []
+                for P in workers:
+                    sizes = (P,) if strategy == "balanced" else (P // size, size)
+                    spread = Spread(strategy, Shape(P * tokens, K=kv_heads), sizes)
+                    found = simulate_strategy(spread, machine, directions)
+                    waits = max(found.exposed) / found.makespan
+                    linear = found.efficiency / node.efficiency
+                    cells.append(f"{linear:.2f} ({found.efficiency:.2f}, {100 * waits:.0f}%)")
+                lines.append([f"{tokens // 1024}K", f"32/{kv_heads}", f"`{strategy}`", *cells])
+    return _markdown(["tokens a GPU", "heads", "", *(f"{P} GPUs" for P in workers)], lines, 3)
+
+
+def make_volume() -> str:
+    """Markdown: elements that a worker receives, in Nd: tokens of all workers times width of the model."""
+    lines = []
+    for strategy, sizes in VOLUME:
+        cells = []
+        for kv_heads in KV_HEADS:
+            shape = Shape(8 * 4096, K=kv_heads)
+            spread = Spread(strategy, shape, sizes)
+            counts = [float(spread.traffic(x).elements) / (shape.T * shape.N * shape.H) for x in BOTH]
+            cells += [f"{x:.2f}" for x in (*counts, sum(counts))]
+        lines.append([f"`{strategy}`" + f", {sizes[0]} x {sizes[-1]}" * (len(sizes) == 2), *cells])
+    header = [f"{heads}, {words}" for heads in ("32/32", "32/8") for words in ("forward", "backward", "both")]
+    return _markdown(["8 GPUs", *header], lines, 1)
+
+
 def hidden_from(machine: Machine, num_workers: int, kv_heads: int, mode: str) -> int:
     """The least thousands of tokens on a GPU with which no worker waits for messages more than HIDDEN, by bisection."""
 
@@ -64,7 +112,7 @@ def make_hidden() -> str:
     workers = WORKERS[:3]
     lines = [
         [name, f"32/{kv_heads}", _words(mode)] + [f"{hidden_from(machine, P, kv_heads, mode)}K" for P in workers]
-        for name, machine in MACHINES.items()
+        for name, machine in ((name, MACHINES[name]) for name in FLAT)
         for kv_heads in KV_HEADS
         for mode in MODES
     ]
@@ -119,7 +167,10 @@ def _compared(measured: float, predicted: float) -> tuple[str, str, str]:
 
 def make_tables() -> dict[str, str]:
     """All tables of docs/predictions.md, by the names that mark them there."""
-    tables = {f"predictions {name}": make_predictions(machine) for name, machine in MACHINES.items()}
+    tables = {
+        f"predictions {name}": make_predictions(machine) for name, machine in ((name, MACHINES[name]) for name in FLAT)
+    }
+    tables |= {"scaling": make_scaling(), "volume": make_volume()}
     return tables | {"hidden": make_hidden(), "validation": make_validation()}
 
 
@@ -133,9 +184,9 @@ def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], num_words: 
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))
 
 
-def update(document: str) -> str:
-    """The document with the tables of now behind their marks."""
-    for name, table in make_tables().items():
+def update(document: str, tables: Mapping[str, str] | None = None) -> str:
+    """The document with the tables of now, or those given, behind their marks."""
+    for name, table in (tables or make_tables()).items():
         document, count = re.subn(rf"(<!-- {name} -->\n)(\|.*\n)*", rf"\1{table}\n", document)
         if count != 1:
             raise ValueError(f"<!-- {name} -->: must be in the document once, found {count} times")

@@ -144,8 +144,10 @@ def distflash_attention(
             number of workers idle in the last step; "ring" is the unbalanced baseline. "ulysses" exchanges heads for
             tokens and pads heads that the workers do not divide; "all_gather" gathers keys and values; "hybrid", over
             two axes, is Ulysses over the second and the balanced table over the first. "zigzag", which takes no mask
-            but causal, has tokens in the order of distflash_jax.zigzag. "auto" is the one of those in natural order for
-            which explain_strategy predicts the least time, forward and backward; with a window, "balanced".
+            but causal, has tokens in the order of distflash_jax.zigzag. "burst" is "balanced" with a backward in which
+            queries travel instead of keys; over two axes, such as ("node", "gpu"), a double ring, which takes causal
+            windows alone. "rsa", for comparison, has all scores in memory. "auto" is the one of the others in natural
+            order for which explain_strategy predicts the least time, forward and backward; with a window, "balanced".
         implementation: the block kernel; None chooses, and which_implementation tells.
         deterministic: gradients repeat bit by bit on the Hopper kernels too, whose dq else varies in its last bits;
             their backward then makes seven matmuls instead of five.

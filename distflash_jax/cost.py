@@ -4,30 +4,23 @@ Nothing here is tuned to the predictions: a machine has the rates of the kernels
 and of its memory; timeline.py puts them in order. Valid where the rates were measured: chunks of 4096 tokens and more.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple
 
 from distflash_jax.schedule import (
     MERGED_AT_ONCE,
-    TABLES,
     WHOLE,
-    HeadSplit,
+    Direction,
     Part,
     Permutation,
     Schedule,
     Side,
     Step,
-    Strategy,
-    Table,
     Task,
-    choose,
-    split_heads,
 )
 
-Direction = Literal["forward", "backward"]
 Arrays = dict[str, tuple[str, ...]]  # names, by the side of the task
 # In units of the forward's FLOPs. A backward makes five matrix products where a forward makes two.
 WORK: dict[Direction, float] = {"forward": 1, "backward": 2.5}
@@ -97,6 +90,9 @@ class Cost:
         """Tokens of a chunk, padding included."""
         return -(-self.shape.T // self.schedule.num_workers)
 
+    def steps(self, direction: Direction) -> tuple[Step, ...]:
+        return self.schedule.towards(direction).steps
+
     def flops(self, direction: Direction, task: Task | None) -> float:
         """FLOPs of a task on the scores that are visible in it."""
         if task is None:
@@ -133,7 +129,7 @@ class Cost:
         """Bytes that a worker receives on average, and sends."""
         messages = (
             message
-            for step in self.schedule.steps
+            for step in self.steps(direction)
             for message in self.fetches(direction, step) + self.returns(direction, step)
         )
         return sum((Fraction(x.size * len(x.permutation)) for x in messages), Fraction(0)) / self.schedule.num_workers
@@ -141,7 +137,7 @@ class Cost:
     def elements(self, direction: Direction) -> Fraction:
         """Those of the arrays that a worker receives on average, and sends."""
         total = Fraction(0)
-        for step in self.schedule.steps:
+        for step in self.steps(direction):
             for name, permutation, size in self.fetches(direction, step) + self.returns(direction, step):
                 total += Fraction(size * len(permutation), self.width(name))
         return total / self.schedule.num_workers
@@ -156,18 +152,18 @@ class Cost:
         Those are the operands of a step and of the next, the results of a step and of the one before on their way, and
         the sums of its own.
         """
-        sides = ("q", "kv")
+        steps, sides = self.steps(direction), ("q", "kv")
         size = lambda names, part: self._size(names, part)
         fetched = [
             sum(size(FETCHED[direction][key], getattr(step, key).peer) for key in sides if getattr(step, key).fetch)
-            for step in self.schedule.steps
+            for step in steps
         ]
         if len(fetched) == 1:
             return 0
         results = RETURNED[direction]
         returned = [
             sum(size(names, getattr(step, key).peer) for key, names in results.items() if getattr(step, key).fetch)
-            for step in self.schedule.steps
+            for step in steps
         ]
         totals = sum(size(names, WHOLE) for names in results.values())
         pairs = zip(fetched, [*fetched[1:], 0], returned, [0, *returned[:-1]], strict=True)
@@ -179,7 +175,7 @@ class Cost:
         Those are delta, parts that are cut out to be sent, results that are merged or added, and the last cast. All
         workers run the same program: what is masked out costs the same.
         """
-        steps = self.schedule.steps
+        steps = self.steps(direction)
         amounts = [self._cut(direction, step) for step in steps[1:]] + [0, 0]
         if direction == "backward":
             amounts[0] += self.size("q") + self.size("dout") + self.size("delta")
@@ -238,121 +234,6 @@ def _visible(start: int, stop: int, num_keys: int) -> int:
     return up_to(stop) - up_to(start)
 
 
-@dataclass(frozen=True)
-class Amount:
-    """Of arrays, or of parts of them; on average, where workers differ. size: bytes."""
-
-    elements: Fraction = Fraction(0)
-    size: Fraction = Fraction(0)
-
-    def __add__(self, other: "Amount") -> "Amount":
-        return Amount(self.elements + other.elements, self.size + other.size)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """What a strategy costs each of its workers; workers: their number, or for hybrid (outer, inner).
-
-    As closed forms where the strategy is no table. With rows t of a worker, K and N its heads, before they are dealt:
-
-        ulysses     (P-1) t of q_heads and kv_heads of each array there, and of each result back
-        hybrid      the same with the inner workers, and then a table of the outer ones
-        all_gather  (P-1) t of k and v, and backward of dk and dv in float32; causal besides, each array
-                    and each result of queries: (2P - 1) / P halves of t, or (2P - 2) / P where 3 does not divide P
-        zigzag      3/2 (P-1) halves of t of k and v, and backward of dk and dv in float32
-    """
-
-    strategy: Strategy
-    shape: Shape
-    workers: tuple[int, ...]
-    is_causal: bool = True
-
-    @property
-    def num_workers(self) -> int:
-        return math.prod(self.workers)
-
-    @property
-    def rows(self) -> int:
-        """Tokens of a worker, padding included."""
-        chunks = 2 * self.num_workers if self.strategy == "zigzag" else self.num_workers
-        return -(-self.shape.T // chunks) * chunks // self.num_workers
-
-    @property
-    def split(self) -> HeadSplit:
-        """Of ulysses and hybrid."""
-        return split_heads(self.shape.N, self.shape.K, self.workers[-1])
-
-    @property
-    def table(self) -> Cost:
-        """That of the strategy; with some of the heads for hybrid, whose outer workers have it, and ulysses, of one."""
-        if self.strategy in TABLES:
-            heads, shape, num_workers, strategy = self.shape.K, self.shape, self.num_workers, self.strategy
-        else:
-            heads, strategy = self.split.kv_heads, "balanced"
-            num_workers = self.workers[0] if self.strategy == "hybrid" else 1
-            shape = replace(self.shape, T=self.rows * self.num_workers, N=self.split.q_heads, K=heads)
-        return Cost(choose(cast(Table, strategy), num_workers, kv_heads=heads, is_causal=self.is_causal), shape)
-
-    def traffic(self, direction: Direction) -> Amount:
-        """What a worker receives, and sends."""
-        if self.strategy in TABLES:
-            return Amount(self.table.elements(direction), self.table.traffic(direction))
-        before, after = self.exchanges(direction)
-        total = before + after
-        if self.strategy == "hybrid":
-            total += Amount(self.table.elements(direction), self.table.traffic(direction))
-        return total
-
-    def exchanges(self, direction: Direction) -> tuple[Amount, Amount]:
-        """What a worker receives in the collectives of a strategy that is no table: before kernels, and behind them."""
-        P, t = self.num_workers, self.rows
-        fetched, returned = FETCHED[direction], RETURNED[direction]
-        if self.strategy in ("ulysses", "hybrid"):
-            others = self.workers[-1] - 1
-            queries, keys, float32 = others * self.split.q_heads, others * self.split.kv_heads, ONE_PER_ROW
-        elif self.strategy == "all_gather":
-            halves = 2 * P - 1 - (P % 3 != 0) if self.is_causal and P > 1 else 0
-            queries, keys = Fraction(halves * -(-t // 2), P * t) * self.shape.N, (P - 1) * self.shape.K
-            float32 = ONE_PER_ROW | {"dk", "dv"}
-        else:
-            queries, keys, float32 = 0, Fraction(3 * (P - 1), 4) * self.shape.K, {"dk", "dv"}
-        heads = {"q": Fraction(queries), "kv": Fraction(keys)}
-
-        def amount(arrays: Arrays) -> Amount:
-            total = Amount()
-            for key, names in arrays.items():
-                for name in names:
-                    elements = self.shape.B * t * heads[key] * (1 if name in ONE_PER_ROW else self.shape.H)
-                    total += Amount(elements, elements * (4 if name in float32 else self.shape.itemsize))
-            return total
-
-        return amount(fetched), amount(returned)
-
-    def held(self, direction: Direction) -> int:
-        """Most bytes that a worker holds at a time beside its own operands and results, by what it has to keep.
-
-        Of both passes in one program, on 8 H200s with 8192 tokens each, XLA allocates 0.83 to 1.2 times as much.
-        """
-        if self.strategy in TABLES:
-            return self.table.held(direction)
-        shape, t, T = self.shape, self.rows, self.rows * self.num_workers
-        bytes_of = lambda name, width: 4 if name in ONE_PER_ROW else shape.H * width
-        size = lambda names, rows, heads, width: shape.B * rows * heads * sum(bytes_of(name, width) for name in names)
-        q_names = FETCHED[direction]["q"] + RETURNED[direction]["q"]
-        results = RETURNED[direction].get("kv", ())
-        if self.strategy in ("ulysses", "hybrid"):
-            rows = t * self.workers[-1]
-            dealt = size(q_names, rows, self.split.q_heads, shape.itemsize)
-            dealt += size(("k", "v", *results), rows, self.split.kv_heads, shape.itemsize)
-            return dealt + (self.table.held(direction) if self.strategy == "hybrid" else 0)
-        if self.strategy == "all_gather":
-            dealt = size(q_names, t, shape.N, 4) if self.is_causal else 0
-            return dealt + size(("k", "v"), T, shape.K, shape.itemsize) + 2 * size(results, T, shape.K, 4)
-        halves = size(FETCHED[direction]["q"], t, shape.N, shape.itemsize)
-        halves += 2 * size(("k", "v"), t, shape.K, shape.itemsize)
-        return halves + 2 * size(RETURNED[direction]["q"], t, shape.N, 4) + 5 * size(results, t, shape.K, 4)
-
-
 class Rate(NamedTuple):
     """A kernel's FLOP/s on a chunk of T tokens: peak * T / (T + half). half: tokens at which it is half of the peak."""
 
@@ -372,10 +253,11 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs that are all alike, each with a full-duplex link of its own.
+    """GPUs that are all alike, each with a full-duplex link of its own, and one more if there are several nodes.
 
-    head_dim: that for which the rates hold. link: bytes/s each way. latency: seconds from the last byte sent until the
-    receiver can go on. memory: bytes/s. start: seconds at the beginning of a pass in which several GPUs' hosts meet.
+    head_dim: that for which the rates hold. link: bytes/s each way to others of its node. latency: seconds from the
+    last byte sent until the receiver can go on. memory: bytes/s. start: seconds at the beginning of a pass in which
+    several GPUs' hosts meet. workers_per_node: None if all are of one. network: bytes/s each way to other nodes.
     """
 
     name: str
@@ -386,6 +268,8 @@ class Machine:
     latency: float
     memory: float
     start: float
+    workers_per_node: int | None = None
+    network: float = 0.0
 
     def kernel_seconds(self, direction: Direction, cost: Cost, task: Task | None) -> float:
         """Of a task; a worker without one passes at once."""
@@ -406,6 +290,7 @@ H200_MEMORY = 4.8e12  # data sheet
 # 123 GB/s, 512 MiB at 382 GB/s. The data sheet has 450 GB/s each way.
 NVLINK = 410e9
 NVLINK_LATENCY = 95e-6
+NETWORK = 50e9
 # Without a kernel or a merge before the first kernel of a forward on two GPUs: tests/data/overlap/trace_full.csv.
 START = 271e-6
 MACHINES = {
@@ -413,6 +298,8 @@ MACHINES = {
     for machine in (
         Machine("h200-nvlink", H200_FORWARD, H200_BACKWARD, 128, NVLINK, NVLINK_LATENCY, H200_MEMORY, START),
         # Nominal, nothing measured: 400 Gb/s for each GPU, and the latency that was measured over NVLink.
-        Machine("h200-400g", H200_FORWARD, H200_BACKWARD, 128, 50e9, NVLINK_LATENCY, H200_MEMORY, START),
+        Machine("h200-400g", H200_FORWARD, H200_BACKWARD, 128, NETWORK, NVLINK_LATENCY, H200_MEMORY, START),
+        # Eight to a node.
+        Machine("h200-nodes", H200_FORWARD, H200_BACKWARD, 128, NVLINK, NVLINK_LATENCY, H200_MEMORY, START, 8, NETWORK),
     )
 }

@@ -8,7 +8,7 @@ Source: DISTFLASHATTN, arXiv 2310.03294, algorithms 1 and 2.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,8 @@ class Plan:
     """What does not change from call to call; hashable.
 
     axis: the mesh axis of the workers, or several; () for one alone. softcap: see distflash_attention. dtype: of out
-    and of gradients; that of the inputs if None.
+    and of gradients; that of the inputs if None. inner: an axis over whose workers each chunk is spread, for which the
+    kernel then has to know; see double_ring.py.
     """
 
     schedule: Schedule
@@ -43,6 +44,7 @@ class Plan:
     softcap: float | None = None
     deterministic: bool = False
     dtype: str | None = None
+    inner: Axis = ()
 
     def forward(self, q: Array, k: Array, v: Array, segments: Segments | None = None) -> Partial:
         return forward(self, q, k, v, segments)
@@ -59,11 +61,16 @@ def forward(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     segments: Segments | None = None,
+    place: Mask | None = None,
+    dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """(out, lse) of this worker's queries against all keys; out in the dtype of the plan or of q, lse float32."""
+    """(out, lse) of this worker's queries against all keys; out in `dtype` or that of the plan or of q, lse float32.
+
+    place: the mask of this worker's own chunks, if they do not lie where its number says.
+    """
     results = [_Total("q", (0, 1), _merge)]
-    dtypes = (plan.dtype or q.dtype, jnp.float32)
-    out, lse = _run(plan, "forward", plan.kernel.forward, (q,), (k, v), segments, results, dtypes)
+    dtypes = (dtype or plan.dtype or q.dtype, jnp.float32)
+    out, lse = _run(plan, "forward", plan.kernel.forward, (q,), (k, v), segments, place, results, dtypes)
     return out, lse
 
 
@@ -76,16 +83,21 @@ def backward(
     lse: Float[Array, "B T N"],
     delta: Float[Array, "B T N"],
     segments: Segments | None = None,
+    place: Mask | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Gradients:
-    """(dq, dk, dv) of this worker's chunks, in the dtype of the plan or those of q, k and v.
+    """(dq, dk, dv) of this worker's chunks, in `dtype`, that of the plan or those of q, k and v; place: as in forward.
+
+    By the table's own steps or by the mirrored ones, see Schedule.towards.
 
     lse is that of whole rows and delta = rowsum(dout * out) - dlse, so the gradients of all blocks simply add up.
     Helpers receive q, dout, lse and delta, never out; dk and dv travel summed over their group of heads.
     """
+    plan = replace(plan, schedule=plan.schedule.towards("backward"))
     kernel = functools.partial(plan.kernel.backward, deterministic=plan.deterministic)
     results = [_Total("q", (0,), _add), _Total("kv", (1, 2), _add)]
-    dtypes = [plan.dtype or x.dtype for x in (q, k, v)]
-    dq, dk, dv = _run(plan, "backward", kernel, (q, dout, lse, delta), (k, v), segments, results, dtypes)
+    dtypes = [dtype or plan.dtype or x.dtype for x in (q, k, v)]
+    dq, dk, dv = _run(plan, "backward", kernel, (q, dout, lse, delta), (k, v), segments, place, results, dtypes)
     return dq, dk, dv
 
 
@@ -122,12 +134,13 @@ def _run(
     q_side: Arrays,
     kv_side: Arrays,
     segments: Segments | None,
+    place: Mask | None,
     totals: Sequence[_Total],
     dtypes: Sequence[DTypeLike],
 ) -> Arrays:
     """What the kernel makes of all steps, on this worker's own chunks: the results of all totals, in these dtypes."""
     steps = plan.schedule.steps
-    # What is merged or summed over steps is float32; one worker alone needs no more than the dtype of the results.
+    # What is merged or summed over steps is float32; one worker alone needs no more than what is asked for.
     dtype = jnp.float32 if len(steps) > 1 else dtypes[0]
     lengths = {"q": q_side[0].shape[1], "kv": kv_side[0].shape[1]}
     fetched_q = fetched_kv = returned = None
@@ -139,7 +152,7 @@ def _run(
                 fetched_q = _fetch(plan, q_side, steps[number + 1].q)
                 fetched_kv = _fetch(plan, kv_side, steps[number + 1].kv)
             with jax.named_scope("compute"):
-                mask = _mask(plan, step, queries, keys, segments)
+                mask = _mask(plan, step, queries, keys, segments, place)
                 partial = kernel(queries, keys, mask, plan.scale, plan.softcap, dtype)
             # The next step's sends depend on this kernel: memory for messages does not grow with the workers. And what
             # the step before returns is not waited for until this kernel is done.
@@ -214,7 +227,9 @@ def _operand(plan: Plan, own: Arrays, fetched: Arrays | None, side: Side) -> Ope
     return Operand(own, _box(side.own, own[0]), fetched, is_peer)
 
 
-def _mask(plan: Plan, step: Step, queries: Operand, keys: Operand, segments: Segments | None) -> Mask:
+def _mask(
+    plan: Plan, step: Step, queries: Operand, keys: Operand, segments: Segments | None, place: Mask | None
+) -> Mask:
     """The mask of this worker's task; a worker without a task sees no key."""
     q, k = queries.own[0], keys.own[0]
     first_rows = [
@@ -226,10 +241,20 @@ def _mask(plan: Plan, step: Step, queries: Operand, keys: Operand, segments: Seg
             _segments(plan, segments.q, step.q, queries),
             _segments(plan, segments.kv, step.kv, keys),
         )
-    q_starts = [chunk * q.shape[1] + row for chunk, row in zip(step.q.chunks, first_rows, strict=True)]
-    k_starts = [chunk * k.shape[1] for chunk in step.kv.chunks]
-    per_worker = functools.partial(_per_worker, plan)
-    return plan.band.mask(per_worker(q_starts), per_worker(k_starts), ids, is_active=per_worker(step.active))
+    size = lax.axis_size(plan.inner)  # of the chunks, each worker has one piece in so many
+    q_rows, k_rows = size * q.shape[1], size * k.shape[1]
+    q_start = _per_worker(plan, [chunk * q_rows + row for chunk, row in zip(step.q.chunks, first_rows, strict=True)])
+    k_start = _per_worker(plan, [chunk * k_rows for chunk in step.kv.chunks])
+    if size > 1:
+        piece = lax.axis_index(plan.inner)
+        q_start, k_start = q_start + piece * q.shape[1], k_start + piece * k.shape[1]
+    if place is not None:
+        worker = lax.axis_index(plan.axis)
+        q_start, k_start = place.q_start - worker * q_rows + q_start, place.k_start - worker * k_rows + k_start
+    mask = plan.band.mask(q_start, k_start, ids, is_active=_per_worker(plan, step.active))
+    # Pieces of a chunk of keys before that of the queries are all seen whole: there a table of all pairs is run.
+    mask = replace(mask, is_causal=mask.is_causal and (size == 1 or step.is_diagonal))
+    return mask if place is None else replace(mask, k_stop=jnp.minimum(mask.k_stop, place.k_stop))
 
 
 def _segments(plan: Plan, ids: Int[Array, "B PT"], side: Side, operand: Operand) -> Int[Array, "B rows"]:

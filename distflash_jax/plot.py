@@ -1,10 +1,13 @@
-"""Draw when a table's kernels and messages would run: `python -m distflash_jax.plot --workers 8 --tokens 262144`.
+"""Draw when a strategy's kernels and messages would run: `python -m distflash_jax.plot --workers 8 --tokens 262144`.
 
-Times are predictions: see cost.py for the rates and timeline.py for the order. The text goes to the terminal; --out
-NAME.png adds a picture (with the extra `plot`), --out NAME.json a trace for https://ui.perfetto.dev.
+Times are predictions: see cost.py for the rates and workers.py for the order. The text goes to the terminal; --out
+NAME.png adds a picture (with the extra `plot`), --out NAME.json a trace for https://ui.perfetto.dev. The machine can be
+described: --machine, and in its place --link, --network, --workers-per-node and --tflops. Of more than 64 workers some
+are drawn.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,8 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distflash_jax import schedule
-from distflash_jax.cost import MACHINES, Direction, Shape
-from distflash_jax.timeline import KINDS, Event, Timeline, simulate
+from distflash_jax.cost import MACHINES, Kernel, Machine, Rate, Shape
+from distflash_jax.schedule import Direction
+from distflash_jax.spread import Spread
+from distflash_jax.timeline import Timeline, simulate, simulate_strategy
+from distflash_jax.workers import KINDS, Event
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,13 +35,13 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 def summary(timeline: Timeline) -> str:
     """Two lines: what runs where; how long it takes and what is lost."""
-    shape, table = timeline.shape, timeline.schedule
+    shape = timeline.shape
     return (
-        f"{table.name}, {table.num_workers} workers, {shape.T} tokens, heads {shape.N}/{shape.K}, "
+        f"{timeline.name}, {timeline.num_workers} workers, {shape.T} tokens, heads {shape.N}/{shape.K}, "
         f"{' and '.join(timeline.directions)} on {timeline.machine.name}\n"
         f"predicted: {1e3 * timeline.makespan:.2f} ms, "
         f"efficiency {timeline.efficiency:.3f}, up to {1e3 * max(timeline.exposed):.2f} ms waiting for messages, "
-        f"idle {100 * sum(timeline.idle) / table.num_workers:.1f}%"
+        f"idle {100 * sum(timeline.idle) / timeline.num_workers:.1f}%"
     )
 
 
@@ -45,7 +51,7 @@ def text(timeline: Timeline, width: int = 100) -> str:
     A column of work shows what takes most of it; one of messages the last of those that touch it.
     """
     kinds = [kind for kind in KINDS if kind != "merge" and any(event.kind == kind for event in timeline.events)]
-    rows = {(worker, kind): ["."] * width for worker in range(timeline.schedule.num_workers) for kind in kinds}
+    rows = {(worker, kind): ["."] * width for worker in timeline.shown for kind in kinds}
     taken: dict[tuple[int, int], float] = {}
     column = timeline.makespan / width
     for event in timeline.events:
@@ -76,21 +82,21 @@ def figure(timeline: Timeline) -> "Figure":
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("--out: a picture needs matplotlib: pip install 'distflash_jax[plot]'") from error
-    colours, num_workers = colormaps["tab20"].colors, timeline.schedule.num_workers  # pyright: ignore
+    colours, num_workers = colormaps["tab20"].colors, len(timeline.shown)  # pyright: ignore
     lanes = {"compute": (0.0, 0.4), "merge": (0.0, 0.4), "fetch": (0.42, 0.2), "return": (0.64, 0.2)}
     drawing = Figure(figsize=(12, 1.2 + 0.5 * num_workers), layout="constrained")
     axes = drawing.subplots()
     for kind, (offset, height) in lanes.items():
         events = [event for event in timeline.events if event.kind == kind]
-        for worker in range(num_workers):
+        for row, worker in enumerate(timeline.shown):
             own = [event for event in events if event.worker == worker]
             axes.broken_barh(
                 [(1e3 * x.start, 1e3 * (x.stop - x.start)) for x in own],
-                (worker + offset, height),
+                (row + offset, height),
                 facecolors=["0.25" if kind == "merge" else colours[x.step % len(colours)] for x in own],
                 edgecolors=["#D00000" if x.exposed else "none" for x in own],
             )
-    axes.set_yticks([worker + 0.42 for worker in range(num_workers)], [f"worker {w}" for w in range(num_workers)])
+    axes.set_yticks([row + 0.42 for row in range(num_workers)], [f"worker {w}" for w in timeline.shown])
     axes.set_ylim(num_workers, 0)
     axes.set_xlim(0, 1e3 * timeline.makespan)
     axes.set_xlabel("milliseconds, predicted; of a worker from above: kernels and merges, fetches, returns")
@@ -102,7 +108,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     """The events in Chrome's trace format, times in microseconds: a process for each worker, a thread for each kind."""
     names = [
         {"ph": "M", "name": f"{name}_name", "pid": worker, "tid": tid, "args": {"name": label}}
-        for worker in range(timeline.schedule.num_workers)
+        for worker in timeline.shown
         for name, tid, label in (
             ("process", 0, f"worker {worker}"),
             *(("thread", tid, kind) for tid, kind in enumerate(KINDS)),
@@ -152,28 +158,71 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=32, help="of the queries")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--window", type=int, help="tokens that a token sees, itself included")
-    parser.add_argument("--strategy", choices=schedule.TABLES, default="balanced")
+    parser.add_argument("--window", type=int, help="tokens that a token sees, itself included; of tables only")
+    parser.add_argument(
+        "--strategy", choices=[name for name in schedule.STRATEGIES if name != "auto"], default="balanced"
+    )
     parser.add_argument("--machine", choices=MACHINES, default="h200-nvlink")
+    parser.add_argument(
+        "--workers-per-node", type=int, help="of one node: for hybrid, and for the double ring of burst"
+    )
+    parser.add_argument("--link", type=float, help="GB/s each way to others of a node")
+    parser.add_argument("--network", type=float, help="GB/s each way of each GPU to other nodes")
+    parser.add_argument("--tflops", type=float, help="of the kernels, forward and backward, on chunks of any length")
     parser.add_argument("--direction", choices=DIRECTIONS, default="forward")
     parser.add_argument("--out", type=Path, help="NAME.png or NAME.json")
     return parser.parse_args(words)
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    """That of --machine, changed as other flags say."""
+    machine = MACHINES[arguments.machine]
+    changes: dict[str, Any] = {name: 1e9 * value for name in ("link", "network") if (value := getattr(arguments, name))}
+    if arguments.workers_per_node:
+        changes["workers_per_node"] = arguments.workers_per_node
+    if arguments.tflops:
+        rate = Rate(1e12 * arguments.tflops, 0)
+        changes["forward"] = changes["backward"] = Kernel(rate, rate)
+    machine = dataclasses.replace(machine, name=machine.name + "*" * bool(changes), **changes)
+    if machine.workers_per_node and arguments.workers > machine.workers_per_node and not machine.network:
+        raise ValueError(
+            f"--network: is missing, for {arguments.workers} workers of which nodes have {machine.workers_per_node}"
+        )
+    return machine
+
+
+def _draw(arguments: argparse.Namespace) -> Timeline:
+    """The timeline that the flags ask for."""
+    machine, directions = _machine(arguments), DIRECTIONS[arguments.direction]
+    shape = Shape(arguments.tokens, arguments.heads, arguments.kv_heads, arguments.head_dim, window=arguments.window)
+    strategy, workers, size = arguments.strategy, arguments.workers, machine.workers_per_node
+    if arguments.window is not None:
+        if strategy not in schedule.TABLES:
+            raise ValueError(f"--window: must be left out with --strategy {strategy}, which is no table")
+        pairs = schedule.window_pairs(arguments.window, workers, -(-arguments.tokens // workers))
+        table = schedule.choose(strategy, workers, kv_heads=arguments.kv_heads, pairs=pairs)
+        return simulate(table, shape, machine, directions)
+    sizes = (workers,)
+    if strategy == "hybrid" or (strategy == "burst" and size and workers > size):
+        if not size or workers % size:
+            raise ValueError(f"--workers-per-node {size}: must divide --workers {workers} with --strategy {strategy}")
+        sizes = (workers // size, size)
+    return simulate_strategy(Spread(strategy, shape, sizes), machine, directions)
 
 
 def main(words: Iterable[str] | None = None) -> int:
     """The exit code: 2 after one line that says what is wrong."""
     try:
         arguments = _parse(None if words is None else list(words))
-        for name in ("workers", "tokens", "heads", "kv_heads", "head_dim", "window"):
-            if (value := getattr(arguments, name)) is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-        shape = Shape(
-            arguments.tokens, arguments.heads, arguments.kv_heads, arguments.head_dim, window=arguments.window
-        )
-        rows, first = -(-arguments.tokens // arguments.workers), arguments.window and 1 - arguments.window
-        pairs = schedule.visible_pairs(arguments.workers, rows, rows, first=first, last=0)
-        table = schedule.choose(arguments.strategy, arguments.workers, kv_heads=arguments.kv_heads, pairs=pairs)
-        timeline = simulate(table, shape, MACHINES[arguments.machine], DIRECTIONS[arguments.direction])
+        for name in (
+            *("workers", "tokens", "heads", "kv_heads", "head_dim", "window"),
+            *("workers_per_node", "link", "network", "tflops"),
+        ):
+            value, least = getattr(arguments, name), 0 if name in ("link", "network", "tflops") else 1
+            if value is not None and (value < least or value == 0):
+                words_ = "positive" if not least else "at least 1"
+                raise ValueError(f"--{name.replace('_', '-')} {value}: must be {words_}")
+        timeline = _draw(arguments)
         print(text(timeline))
         if arguments.out:
             save(timeline, arguments.out)

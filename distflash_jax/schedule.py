@@ -12,15 +12,18 @@ the first fetch and the last return travel meanwhile.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, NamedTuple, get_args
 
 MERGED_AT_ONCE = 2  # steps; more would need more memory for what waits to be merged, fewer more passes over it
 
 Cut = Literal["heads", "rows"]
-Table = Literal["balanced", "balanced_unsplit", "ring"]
-Collective = Literal["ulysses", "all_gather", "hybrid", "zigzag"]  # see collectives.py and zigzag.py
+Direction = Literal["forward", "backward"]
+Table = Literal["balanced", "balanced_unsplit", "ring", "burst"]
+Collective = Literal[
+    "ulysses", "all_gather", "hybrid", "zigzag", "rsa"
+]  # see collectives.py, zigzag_plan.py and rsa.py
 Strategy = Literal["auto", Table, Collective]
 TABLES: tuple[Table, ...] = get_args(Table)
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -90,6 +93,11 @@ class Step:
         """Whether each worker has a task."""
         return tuple(task is not None for task in self.tasks)
 
+    @functools.cached_property
+    def is_diagonal(self) -> bool:
+        """Whether each worker has its own chunks alone."""
+        return all(task is not None and task.q == task.kv for task in self.tasks)
+
 
 def _side(tasks: Sequence[Task | None], chunk: Callable[[Task], int], part: Callable[[Task], Part]) -> Side:
     chunks = tuple(worker if task is None else chunk(task) for worker, task in enumerate(tasks))
@@ -109,6 +117,7 @@ class Schedule:
     """A valid table: every pair that the mask can see exactly once, own chunks first, fetches partial bijections.
 
     pairs: those that the mask can see, and the diagonal; if None all that there are, or are causal. See `within`.
+    mirrors: whether the backward runs the mirrored table; see `towards`.
 
     Raises:
         ValueError: the table breaks one of these rules; the message names step and worker.
@@ -118,6 +127,7 @@ class Schedule:
     is_causal: bool
     steps: tuple[Step, ...]
     pairs: frozenset[tuple[int, int]] | None = None
+    mirrors: bool = False
 
     def __post_init__(self):
         _check_workers_own_an_operand(self)
@@ -129,15 +139,32 @@ class Schedule:
     def num_workers(self) -> int:
         return len(self.steps[0].tasks)
 
-    @property
+    def towards(self, direction: Direction) -> "Schedule":
+        """The table that runs forward or backward."""
+        return self.mirrored if self.mirrors and direction == "backward" else self
+
+    @functools.cached_property
+    def mirrored(self) -> "Schedule":
+        """The same tasks in the same steps, each by the worker that owns the other of its operands.
+
+        Where queries stay and keys travel, keys then stay and queries travel.
+        """
+
+        def step(tasks: Sequence[Task | None]) -> Step:
+            places = {task.q + task.kv - worker: task for worker, task in enumerate(tasks) if task is not None}
+            return Step(tuple(places.get(worker) for worker in range(len(tasks))))
+
+        return replace(self, steps=tuple(step(x.tasks) for x in self.steps))
+
+    @functools.cached_property
     def q_parts(self) -> tuple[Part, ...]:
         """Those of a query chunk into which the diagonal is cut."""
-        return tuple(sorted({step.q.own for step in self.steps if _is_diagonal(step)}))
+        return tuple(sorted({step.q.own for step in self.steps if step.is_diagonal}))
 
-    @property
+    @functools.cached_property
     def kv_parts(self) -> tuple[Part, ...]:
         """Those of a key/value chunk."""
-        return tuple(sorted({step.kv.own for step in self.steps if _is_diagonal(step)}))
+        return tuple(sorted({step.kv.own for step in self.steps if step.is_diagonal}))
 
     def work(self, task: Task | None) -> Fraction:
         """Cost of a task in units of one whole chunk pair; a causal diagonal is half a unit."""
@@ -164,10 +191,6 @@ class Schedule:
         return "\n".join(f"step {number}  {line}" for number, line in enumerate(lines))
 
 
-def _is_diagonal(step: Step) -> bool:
-    return all(task is not None and task.q == task.kv for task in step.tasks)
-
-
 def _check_workers_own_an_operand(schedule: Schedule) -> None:
     for number, step in enumerate(schedule.steps):
         if len(step.tasks) != schedule.num_workers:
@@ -175,22 +198,33 @@ def _check_workers_own_an_operand(schedule: Schedule) -> None:
         for worker, task in enumerate(step.tasks):
             if task is not None and worker not in (task.q, task.kv):
                 raise ValueError(f"step {number}: worker {worker} owns neither operand of {task}")
-    if not _is_diagonal(schedule.steps[0]):
+    if not schedule.steps[0].is_diagonal:
         raise ValueError(f"step 0 must be of the diagonal, got {schedule.steps[0].tasks}")
 
 
 def _check_pairs_are_computed_once(schedule: Schedule) -> None:
-    done: dict[tuple[int, int], list[Part]] = {}
-    for task in (task for step in schedule.steps for task in step.tasks if task is not None):
-        done.setdefault((task.q, task.kv), []).append(task.part)
-    wanted = schedule.pairs
-    if wanted is None:
-        wanted = visible_pairs(schedule.num_workers, 1, 1, last=0 if schedule.is_causal else None)
-    if done.keys() != wanted:
-        raise ValueError(f"missing pairs {wanted - done.keys()}, pairs that the mask hides {done.keys() - wanted}")
-    for pair, parts in done.items():
-        if sorted(parts) != [Part(parts[0].cut, index, len(parts)) for index in range(len(parts))]:
-            raise ValueError(f"pair {pair} must be computed exactly once, got the parts {parts}")
+    tasks = [task for step in schedule.steps for task in step.tasks if task is not None]
+    # Pairs as numbers: there are half a million for a thousand workers.
+    P = schedule.num_workers
+    done, wanted = {task.q * P + task.kv for task in tasks}, set[int]()
+    if schedule.pairs is not None:
+        wanted = {q * P + kv for q, kv in schedule.pairs}
+    for q in range(P if schedule.pairs is None else 0):
+        wanted.update(range(q * P, q * P + (q + 1 if schedule.is_causal else P)))
+    if done != wanted:
+        missing, hidden = ({divmod(pair, P) for pair in pairs} for pairs in (wanted - done, done - wanted))
+        raise ValueError(f"missing pairs {missing}, pairs that the mask hides {hidden}")
+    parts: dict[tuple[int, int], list[Part]] = {}
+    for task in tasks:
+        if task.part is not WHOLE:
+            parts.setdefault((task.q, task.kv), []).append(task.part)
+    whole = [(task.q, task.kv) for task in tasks if task.part is WHOLE]
+    if len(whole) + len(parts) > len(done):
+        twice = next(pair for pair in whole if pair in parts or whole.count(pair) > 1)
+        raise ValueError(f"pair {twice} must be computed exactly once")
+    for pair, found in parts.items():
+        if sorted(found) != [Part(found[0].cut, index, len(found)) for index in range(len(found))]:
+            raise ValueError(f"pair {pair} must be computed exactly once, got the parts {found}")
 
 
 def _check_parts_are_of_the_diagonal(schedule: Schedule) -> None:
@@ -269,6 +303,18 @@ def _ring_steps(num_workers: int, *, is_causal: bool) -> tuple[Step, ...]:
 
 
 @functools.cache
+def burst(num_workers: int, *, is_causal: bool = True, cut: Cut | None = "heads") -> Schedule:
+    """The balanced table, its backward mirrored: there q, dout, lse, delta and dq travel in place of k, v, dk and dv.
+
+    That is less where K = N, and more where K < N.
+
+    Source: BurstAttention, arXiv 2403.09347, from which this backward is. There chunks rotate and the order of tokens
+    balances; here they are sent directly and the table balances, as in `balanced`, so that tokens lie in natural order.
+    """
+    return replace(balanced(num_workers, is_causal=is_causal, cut=cut), name="burst", mirrors=True)
+
+
+@functools.cache
 def visible_pairs(
     num_workers: int,
     rows: int,
@@ -291,6 +337,11 @@ def visible_pairs(
     return frozenset((q, kv) for q in range(num_workers) for kv in range(num_workers) if sees(q, kv))
 
 
+def window_pairs(window: int | None, num_workers: int, rows: int) -> frozenset[tuple[int, int]] | None:
+    """Those of a causal window of so many tokens; None without."""
+    return None if window is None else visible_pairs(num_workers, rows, rows, first=1 - window, last=0)
+
+
 @functools.cache
 def within(schedule: Schedule, pairs: frozenset[tuple[int, int]] | None) -> Schedule:
     """The table without what is neither of these pairs nor of the diagonal, and without steps of which nothing is left.
@@ -304,16 +355,17 @@ def within(schedule: Schedule, pairs: frozenset[tuple[int, int]] | None) -> Sche
     tasks = [tuple(map(keep, step.tasks)) for step in schedule.steps]
     steps = tuple(Step(x) for x in tasks if any(x))
     diagonal = frozenset((worker, worker) for worker in range(schedule.num_workers))
-    return schedule if steps == schedule.steps else Schedule(schedule.name, schedule.is_causal, steps, pairs | diagonal)
+    return schedule if steps == schedule.steps else replace(schedule, steps=steps, pairs=pairs | diagonal)
 
 
 @functools.cache
-def mirrored(schedule: Schedule) -> Schedule:
+def ahead(schedule: Schedule) -> Schedule:
     """The causal table with workers and chunks in reverse: each query sees what comes after it."""
     last = schedule.num_workers - 1
     mirror = lambda task: task and task._replace(q=last - task.q, kv=last - task.kv)
     steps = tuple(Step(tuple(map(mirror, reversed(step.tasks)))) for step in schedule.steps)
-    return Schedule(schedule.name, False, steps, visible_pairs(schedule.num_workers, 1, 1, first=0))
+    pairs = visible_pairs(schedule.num_workers, 1, 1, first=0)
+    return replace(schedule, is_causal=False, steps=steps, pairs=pairs)
 
 
 def choose(
@@ -324,18 +376,37 @@ def choose(
     is_causal: bool = True,
     pairs: frozenset[tuple[int, int]] | None = None,
 ) -> Schedule:
-    """The table of a strategy, within these pairs, if given: causal if they are, or mirrored if no key comes before.
+    """The table of a strategy, within these pairs, if given: causal if they are, or its reverse if no key comes before.
 
     A shared pair is cut along heads, or along rows where heads cannot be halved.
     """
-    is_mirrored = pairs is not None and num_workers > 1 and all(kv >= q for q, kv in pairs)
-    is_causal = is_causal if pairs is None else is_mirrored or all(kv <= q for q, kv in pairs)
+    is_causal = is_causal if pairs is None else all(kv <= q for q, kv in pairs)
+    is_ahead = not is_causal and pairs is not None and all(kv >= q for q, kv in pairs)
     if strategy == "ring":
-        table = ring(num_workers, is_causal=is_causal)
+        table = ring(num_workers, is_causal=is_causal or is_ahead)
     else:
         cut = "heads" if kv_heads % 2 == 0 else "rows"
-        table = balanced(num_workers, is_causal=is_causal, cut=cut if strategy == "balanced" else None)
-    return within(mirrored(table) if is_mirrored else table, pairs)
+        build = burst if strategy == "burst" else balanced
+        table = build(num_workers, is_causal=is_causal or is_ahead, cut=None if strategy == "balanced_unsplit" else cut)
+    return within(ahead(table) if is_ahead else table, pairs)
+
+
+def double_ring(
+    nodes: int,
+    workers: int,
+    *,
+    kv_heads: int,
+    is_causal: bool = True,
+    pairs: frozenset[tuple[int, int]] | None = None,
+) -> tuple[Schedule, Schedule, Schedule]:
+    """(table between nodes, of pieces within one where its own chunks meet, and where others do); see double_ring.py.
+
+    Between nodes only heads are cut, so that pieces are not: an odd number leaves the paper's own table.
+    """
+    cut = "heads" if kv_heads % 2 == 0 else None
+    heads = kv_heads // 2 if cut and nodes > 1 else kv_heads
+    own, others = (choose("burst", workers, kv_heads=heads, is_causal=x) for x in (is_causal, False))
+    return within(burst(nodes, is_causal=is_causal, cut=cut), pairs), own, others
 
 
 def zigzag_owner(chunk: int, num_workers: int) -> int:

@@ -1,5 +1,6 @@
 """The plan of a strategy, and the choice of one from what each would cost."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +14,13 @@ from jaxtyping import Array
 
 from distflash_jax import executor, placement, schedule
 from distflash_jax.collectives import AllGather, Ulysses
-from distflash_jax.cost import MACHINES, Direction, Machine, Shape, Spread
+from distflash_jax.cost import MACHINES, Machine, Shape
+from distflash_jax.double_ring import WithinNode
 from distflash_jax.masks import AttentionMask, Band, Pass, Segments
 from distflash_jax.placement import AnyMesh, Axis, names
-from distflash_jax.schedule import STRATEGIES, Strategy
+from distflash_jax.rsa import RingSelfAttention
+from distflash_jax.schedule import STRATEGIES, Direction, Strategy
+from distflash_jax.spread import Spread
 from distflash_jax.timeline import predict
 from distflash_jax.union import First, Union
 from distflash_jax.zigzag_plan import Zigzag
@@ -25,6 +29,8 @@ from pallas_kernels.block import BlockAttention, Gradients, Partial
 BOTH: tuple[Direction, ...] = ("forward", "backward")
 # What another strategy has to be faster by than balanced: predictions are no better than this, see docs/predictions.md.
 MARGIN = 0.05
+# What "auto" never takes, and why.
+NEVER = {"zigzag": "tokens in the order of distflash_jax.zigzag", "rsa": "for comparison only: all scores in memory"}
 
 
 class Plan(Protocol):
@@ -67,6 +73,8 @@ def make_plan(
     if strategy == "zigzag":
         _check_zigzag(mask, settings, num_keys, num_workers)
         return Zigzag(settings.kernel, settings.axis, settings.scale, settings.deterministic), None
+    if strategy == "burst" and len(names(settings.axis)) == 2:
+        _check_double_ring(mask)
     passes = mask.passes(num_keys, settings.rows * num_workers)
     if len(passes) == 1:
         return _plan(strategy, passes[0].band, settings), passes[0].segments
@@ -107,6 +115,19 @@ def _plan(strategy: Strategy, band: Band, settings: Settings) -> Plan:
         return Ulysses(split, inner, table(outer, split.kv_heads, "balanced"))
     if strategy == "all_gather":
         return AllGather(x.kernel, axis, band, x.scale, x.softcap, x.deterministic, x.dtype)
+    if strategy == "burst" and len(names(axis)) == 2:
+        outer, inner = names(axis)
+        nodes, workers = lax.axis_size(outer), lax.axis_size(inner)
+        pairs = band.pairs(nodes, x.rows * workers, x.keys * workers)
+        tables = schedule.double_ring(nodes, workers, kv_heads=x.kv_heads, is_causal=band.is_causal, pairs=pairs)
+        bands = band, band, replace(band, is_causal=False)
+        between, own, others = (
+            executor.Plan(steps, x.kernel, inner, of, x.scale, x.softcap, x.deterministic)
+            for steps, of in zip(tables, bands, strict=True)
+        )
+        return replace(between, kernel=cast(BlockAttention, WithinNode(own, others)), axis=outer, inner=inner)
+    if strategy == "rsa":
+        return RingSelfAttention(axis, band, x.scale, x.softcap, x.dtype)
     return table(axis, x.kv_heads, cast(schedule.Table, strategy))
 
 
@@ -121,6 +142,12 @@ def _check_zigzag(mask: AttentionMask, settings: Settings, num_keys: int, num_wo
             f"q: sequence length {num_keys} must be a multiple of {2 * num_workers}, two chunks for each of "
             f"{num_workers} workers, with strategy='zigzag'; distflash_jax.zigzag pads"
         )
+
+
+def _check_double_ring(mask: AttentionMask) -> None:
+    given = [name for name in mask.given if name not in ("is_causal", "window")]
+    if given or (mask.window and not mask.is_causal):
+        raise ValueError(f"{(given or ['window'])[0]}: must be left out with strategy='burst' over two axes")
 
 
 class Estimate(NamedTuple):
@@ -154,8 +181,8 @@ class Explanation:
         ]
         for x in sorted(self.estimates, key=lambda x: x.seconds):
             remark = "  <- auto" if x.strategy == self.chosen else ""
-            if x.strategy == "zigzag":
-                remark = "  (tokens in the order of distflash_jax.zigzag)"
+            if x.strategy in NEVER:
+                remark = f"  ({NEVER[x.strategy]})"
             lines.append(
                 f"{x.strategy:18}{1e3 * x.forward:7.2f} ms{1e3 * x.seconds:9.2f} ms"
                 f"{x.received / 2**20:8.1f} MiB{x.held / 2**20:8.1f} MiB{remark}"
@@ -176,12 +203,12 @@ def explain_strategy(
     """What strategy="auto" takes for such a call of distflash_attention, with the predictions behind it.
 
     Predictions are those of cost.py and timeline.py: with the rates of our kernels on H200s at head dim 128, whatever
-    the device and the head dim, and with NVLink where all workers share a host, else 400 Gb/s for each. "balanced"
-    is taken unless another is predicted to be faster by 5 %. The memory that a device has is not looked at.
+    the device and the head dim, and with NVLink inside a host and 400 Gb/s of each GPU between hosts. "balanced" is
+    taken unless another is predicted to be faster by 5 %. The memory that a device has is not looked at.
 
     Args:
         q, k: global arrays, or their shapes and dtypes.
-        machine: in place of the one that the mesh tells, for all links but those of the second of two axes.
+        machine: in place of the one that the mesh tells.
 
     Raises:
         ValueError: as distflash_attention does.
@@ -194,8 +221,8 @@ def explain_strategy(
         max(q.shape[1], k.shape[1]), q.shape[2] // counts[2], k.shape[2] // counts[2], q.shape[3],
         q.shape[0] // counts[0], q.dtype.itemsize,
     )  # fmt: skip
-    outer, inner = _find_machines(found, axis)
-    return _explain(shape, [found.shape[name] for name in names(axis)], machine or outer, inner, is_causal=causal)
+    sizes = [found.shape[name] for name in names(axis)]
+    return _explain(shape, sizes, machine or _find_machine(found, axis), is_causal=causal)
 
 
 def choose(q: Array, k: Array, axis: Axis, mesh: AnyMesh | None, *, is_causal: bool) -> Strategy:
@@ -203,34 +230,33 @@ def choose(q: Array, k: Array, axis: Axis, mesh: AnyMesh | None, *, is_causal: b
     rows = max(q.shape[1], k.shape[1]) * lax.axis_size(axis)
     shape = Shape(rows, q.shape[2], k.shape[2], q.shape[3], q.shape[0], q.dtype.itemsize)
     sizes = [lax.axis_size(name) for name in names(axis)]
-    return _explain(shape, sizes, *_find_machines(mesh, axis), is_causal=is_causal).chosen
+    return _explain(shape, sizes, _find_machine(mesh, axis), is_causal=is_causal).chosen
 
 
-def _explain(shape: Shape, sizes: Sequence[int], machine: Machine, inner: Machine, *, is_causal: bool) -> Explanation:
-    machine, inner = (replace(x, head_dim=shape.H) for x in (machine, inner))
+def _explain(shape: Shape, sizes: Sequence[int], machine: Machine, *, is_causal: bool) -> Explanation:
+    machine = replace(machine, head_dim=shape.H)
 
     def estimate(strategy: Strategy) -> Estimate:
-        spread = Spread(strategy, shape, tuple(sizes) if strategy == "hybrid" else (math.prod(sizes),), is_causal)
-        forward, seconds = (predict(spread, machine, x, inner) for x in (BOTH[:1], BOTH))
+        has_two = len(sizes) == 2 and strategy in ("hybrid", "burst")
+        spread = Spread(strategy, shape, tuple(sizes) if has_two else (math.prod(sizes),), is_causal)
+        forward, seconds = (predict(spread, machine, x) for x in (BOTH[:1], BOTH))
         received = sum(float(spread.traffic(direction).size) for direction in BOTH)
         return Estimate(strategy, forward, seconds, received, max(map(spread.held, BOTH)))
 
     can = {"auto": False, "hybrid": len(sizes) == 2 and sizes[-1] <= shape.N, "zigzag": is_causal}
     estimates = {strategy: estimate(strategy) for strategy in STRATEGIES if can.get(strategy, True)}
-    best = min((x for x in estimates.values() if x.strategy != "zigzag"), key=lambda x: x.seconds)
+    best = min((x for x in estimates.values() if x.strategy not in NEVER), key=lambda x: x.seconds)
     is_clear = best.seconds < (1 - MARGIN) * estimates["balanced"].seconds
     chosen = best.strategy if is_clear else "balanced"
     return Explanation(chosen, tuple(estimates.values()), shape, tuple(sizes), machine)
 
 
-def _find_machines(mesh: AnyMesh | None, axis: Axis) -> tuple[Machine, Machine]:
-    """(that whose links join all workers, that whose links join those of the last axis)."""
-    find = lambda axes: MACHINES["h200-nvlink" if _share_hosts(mesh, axes) else "h200-400g"]
-    return find(names(axis)), find(names(axis)[-1:])
+def _find_machine(mesh: AnyMesh | None, axis: Axis) -> Machine:
+    """H200s, as many to a node as stand side by side along the axis on one host (JAX: in a slice).
 
-
-def _share_hosts(mesh: AnyMesh | None, axes: tuple[str, ...]) -> bool:
-    """Whether workers along these axes are of one host (JAX: a slice), or all devices where the mesh has none."""
+    All of them where the mesh has no devices.
+    """
+    axes = names(axis)
     if isinstance(mesh, Mesh):
         places = [mesh.axis_names.index(name) for name in axes]
         devices = np.moveaxis(mesh.devices, places, range(-len(places), 0))
@@ -238,4 +264,7 @@ def _share_hosts(mesh: AnyMesh | None, axes: tuple[str, ...]) -> bool:
     else:
         lines = np.array([jax.devices()])
     host = lambda device: getattr(device, "slice_index", device.process_index)
-    return all(len(set(map(host, line))) == 1 for line in lines)
+    size = min(len(list(group)) for line in lines for _, group in itertools.groupby(line, host))
+    if size == lines.shape[1]:
+        return MACHINES["h200-nvlink"]
+    return replace(MACHINES["h200-nodes"], workers_per_node=size)

@@ -1,215 +1,205 @@
-"""When each kernel, message and merge of a table would run on a machine, by the rules of executor.py. Pure Python.
-
-While step s computes, operands of step s + 1 and results of step s - 1 travel. A worker waits for both behind its
-kernel, then sends, merges, and begins the next step. A message needs sender and receiver to have come that far, and
-the links of both: those of a worker that go the same way travel one after the other. Not modelled: that kernels run
-slower while messages travel, and the time by which cutting out a part delays its message.
-"""
+"""When each kernel, message and merge of a strategy would run on a machine; workers.py has the rules."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
-from distflash_jax.cost import Amount, Cost, Direction, Machine, Message, Shape, Spread, flops
-from distflash_jax.schedule import TABLES, Permutation, Schedule, ring
+import numpy as np
 
-Kind = Literal["compute", "merge", "fetch", "return"]
-KINDS: tuple[Kind, ...] = ("compute", "merge", "fetch", "return")
+from distflash_jax.cost import Cost, Machine, Shape, flops
+from distflash_jax.schedule import TABLES, Direction, Schedule, ring
+from distflash_jax.spread import Exchange, Spread
+from distflash_jax.workers import Batch, Event, Kind, Numbers, Workers
 
-
-class Event(NamedTuple):
-    """What a worker does from start to stop, in seconds; a message is an event of the worker that receives it.
-
-    step: that of the task; merge is all that happens outside of kernels before step `step`. name: the task, or the
-    arrays and where they come from. exposed: seconds in which the worker waits for this message and for none
-    before it. Waiting for a sender that still computes is idle time, but not exposed.
-    """
-
-    worker: int
-    direction: Direction
-    step: int
-    kind: Kind
-    name: str
-    start: float
-    stop: float
-    exposed: float = 0.0
+# Bytes of memory that RSA reads and writes for each score, each line of rsa.py for itself: forward two float32 arrays
+# of scores, their concatenation, both passes of the softmax, and weights twice. Counted, not measured.
+RSA_BYTES: dict[Direction, int] = {"forward": 24, "backward": 50}
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one attention call."""
+    """One attention call. events: those of the workers in `shown`, all if they are few.
 
-    schedule: Schedule
+    busy, exposed: seconds in which each worker computes or merges, and in which it waits for messages. makespan:
+    seconds until the last one is done. schedule: of a table.
+    """
+
+    name: str
     shape: Shape
     machine: Machine
     directions: tuple[Direction, ...]
+    is_causal: bool
+    shown: tuple[int, ...]
     events: tuple[Event, ...]
-
-    @functools.cached_property
-    def makespan(self) -> float:
-        """Seconds until the last worker is done."""
-        return max(event.stop for event in self.events)
+    makespan: float
+    busy: tuple[float, ...]
+    exposed: tuple[float, ...]
+    schedule: Schedule | None = None
 
     @property
+    def num_workers(self) -> int:
+        return len(self.busy)
+
+    @functools.cached_property
     def efficiency(self) -> float:
         """Time of one worker alone, by the same rates, as a share of the machine time (workers x makespan)."""
-        one = simulate(ring(1, is_causal=self.schedule.is_causal), self.shape, self.machine, self.directions)
-        return one.makespan / (self.schedule.num_workers * self.makespan)
+        one = simulate(ring(1, is_causal=self.is_causal), self.shape, self.machine, self.directions)
+        return one.makespan / (self.num_workers * self.makespan)
 
-    @functools.cached_property
-    def exposed(self) -> tuple[float, ...]:
-        """Seconds in which each worker waits for messages."""
-        return self._sum(lambda event: event.exposed)
-
-    @functools.cached_property
+    @property
     def idle(self) -> tuple[float, ...]:
         """Share of the makespan in which each worker neither computes nor merges."""
-        busy = self._sum(lambda event: event.stop - event.start if event.kind in ("compute", "merge") else 0.0)
-        return tuple(1 - seconds / self.makespan for seconds in busy)
-
-    def _sum(self, seconds: Callable[[Event], float]) -> tuple[float, ...]:
-        total = [0.0] * self.schedule.num_workers
-        for event in self.events:
-            total[event.worker] += seconds(event)
-        return tuple(total)
+        return tuple(1 - seconds / self.makespan for seconds in self.busy)
 
 
 def simulate(
     schedule: Schedule, shape: Shape, machine: Machine, directions: Sequence[Direction] = ("forward",)
 ) -> Timeline:
-    """The timeline of an attention call: forward, backward, or one after the other.
+    """The timeline of an attention call by a table: forward, backward, or one after the other.
 
     Raises:
         ValueError: the machine has no rates for this head dim.
     """
-    if machine.head_dim != shape.H:
-        raise ValueError(f"H={shape.H}: the rates of {machine.name} are those of head dim {machine.head_dim}")
-    run = _Run(Cost(schedule, shape), machine)
+    workers = Workers(schedule.num_workers, shape.H, machine)
     for direction in directions:
-        run.add(direction)
-    return Timeline(schedule, shape, machine, tuple(directions), tuple(run.events))
+        workers.start()
+        workers.table(Cost(schedule, shape), direction)
+    return _timeline(workers, schedule.name, shape, directions, schedule.is_causal, schedule)
 
 
-class _Run:
-    """Workers on their way: when each is ready, and when its links, out and in, are free."""
-
-    def __init__(self, cost: Cost, machine: Machine):
-        self.cost, self.machine = cost, machine
-        self.events: list[Event] = []
-        self.ready, self.out, self.into = ([0.0] * cost.schedule.num_workers for _ in range(3))
-
-    def add(self, direction: Direction) -> None:
-        """All steps of one direction."""
-        steps, memory = self.cost.schedule.steps, self.cost.memory(direction)
-        if self.cost.schedule.num_workers > 1:
-            self.ready = [seconds + self.machine.start for seconds in self.ready]
-        for number, step in enumerate(steps):
-            issued, arriving = list(self.ready), []
-            if number:
-                returns = self.cost.returns(direction, steps[number - 1])
-                arriving += self._send(returns, issued, direction, number - 1, "return")
-            if number + 1 < len(steps):
-                fetches = self.cost.fetches(direction, steps[number + 1])
-                arriving += self._send(fetches, issued, direction, number + 1, "fetch")
-            self._work(direction, number, "merge", [(None, memory[number] / self.machine.memory)] * len(self.ready))
-            kernels = [(task, self.machine.kernel_seconds(direction, self.cost, task)) for task in step.tasks]
-            self._work(direction, number, "compute", kernels)
-            self._wait(arriving)
-        last = self.cost.returns(direction, steps[-1])
-        self._wait(self._send(last, self.ready, direction, len(steps) - 1, "return"))
-        self._work(direction, len(steps), "merge", [(None, memory[-1] / self.machine.memory)] * len(self.ready))
-
-    def _work(self, direction: Direction, step: int, kind: Kind, work: Iterable[tuple[object, float]]) -> None:
-        for worker, (name, seconds) in enumerate(work):
-            if seconds:
-                start, stop = self.ready[worker], self.ready[worker] + seconds
-                self.events.append(Event(worker, direction, step, kind, str(name or "merge"), start, stop))
-                self.ready[worker] = stop
-
-    def _send(
-        self, messages: Sequence[Message], issued: Sequence[float], direction: Direction, step: int, kind: Kind
-    ) -> list[tuple[float, Event]]:
-        """(when both ends are ready, event) of the messages of a step; arrays that travel together are one event."""
-        together: dict[Permutation, list[Message]] = {}
-        for message in messages:
-            together.setdefault(message.permutation, []).append(message)
-        events = []
-        for permutation, arrays in together.items():
-            names = ", ".join(message.name for message in arrays)
-            seconds = sum(message.size for message in arrays) / self.machine.link
-            for source, worker in permutation:
-                possible = max(issued[source], issued[worker])
-                start = max(possible, self.out[source], self.into[worker])
-                self.out[source] = self.into[worker] = start + seconds
-                stop = start + seconds + self.machine.latency
-                event = Event(worker, direction, step, kind, f"{names} from {source}", start, stop)
-                events.append((possible, event))
-        return events
-
-    def _wait(self, arriving: Iterable[tuple[float, Event]]) -> None:
-        """Workers go on when all that they receive is there."""
-        for possible, event in sorted(arriving, key=lambda pair: pair[1].stop):
-            exposed = max(event.stop - max(self.ready[event.worker], possible), 0.0)
-            self.ready[event.worker] = max(self.ready[event.worker], event.stop)
-            self.events.append(event._replace(exposed=exposed))
-
-
-def predict(
-    spread: Spread, machine: Machine, directions: Sequence[Direction] = ("forward",), inner: Machine | None = None
-) -> float:
-    """Seconds of an attention call by any strategy; inner: the machine whose links join the inner workers of hybrid.
-
-    Collectives of strategies that are no table travel behind nothing, and a step of zigzag takes as long as the longer
-    of its kernels and its messages.
+def simulate_strategy(spread: Spread, machine: Machine, directions: Sequence[Direction] = ("forward",)) -> Timeline:
+    """The timeline of an attention call by any strategy.
 
     Raises:
         ValueError: the machine has no rates for this head dim.
     """
-    if spread.strategy in TABLES:
-        return simulate(spread.table.schedule, spread.shape, machine, directions).makespan
-    if spread.strategy in ("ulysses", "hybrid"):
-        link = (inner or machine) if spread.strategy == "hybrid" else machine
-        table = simulate(spread.table.schedule, spread.table.shape, machine, directions).makespan
-        others = spread.workers[-1] - 1
-        # Heads and tokens change places in memory before and behind each exchange: both read and written.
-        copied = 4 * (others + 1) / others if others else 0.0
-        exchanges = [amount for direction in directions for amount in spread.exchanges(direction)]
-        starts = machine.start * len(directions) * (spread.strategy == "ulysses" and others > 0)
-        return starts + table + sum(_exchange(amount, link, copied) for amount in exchanges)
-    run = _zigzag if spread.strategy == "zigzag" else _all_gather
-    return sum(run(spread, machine, direction) for direction in directions)
+    if spread.strategy in TABLES and not spread.is_double:
+        return simulate(spread.table.schedule, spread.shape, machine, directions)
+    rules = {"burst": _double_ring, "all_gather": _all_gather, "zigzag": _zigzag, "rsa": _rsa}
+    workers = Workers(spread.num_workers, spread.shape.H, machine)
+    for direction in directions:
+        workers.start()
+        rules.get(spread.strategy, _ulysses)(workers, spread, direction)
+    return _timeline(workers, spread.strategy, spread.shape, directions, spread.is_causal)
 
 
-def _exchange(amount: Amount, machine: Machine, copied: float) -> float:
-    """Seconds of collectives, of whose bytes so many times as many go through memory."""
-    if not amount.size:
-        return 0.0
-    return machine.latency + float(amount.size) / machine.link + copied * float(amount.size) / machine.memory
+def predict(spread: Spread, machine: Machine, directions: Sequence[Direction] = ("forward",)) -> float:
+    """Seconds of an attention call by any strategy."""
+    return simulate_strategy(spread, machine, directions).makespan
 
 
-def _all_gather(spread: Spread, machine: Machine, direction: Direction) -> float:
-    shape, T = spread.shape, spread.rows * spread.num_workers
-    kernel = machine.forward if direction == "forward" else machine.backward
+def _timeline(
+    workers: Workers, name: str, shape: Shape, directions: Sequence[Direction], is_causal: bool,
+    schedule: Schedule | None = None,
+) -> Timeline:  # fmt: skip
+    return Timeline(
+        name, shape, workers.machine, tuple(directions), is_causal, workers.shown, tuple(workers.events),
+        float(workers.ready.max()), tuple(workers.busy.tolist()), tuple(workers.exposed.tolist()), schedule,
+    )  # fmt: skip
+
+
+def _double_ring(workers: Workers, spread: Spread, direction: Direction) -> None:
+    # What the tables within count for delta stands for the choice between a piece that was sent and an own one.
+    workers.table(spread.table, direction, stride=spread.workers[1], within=spread.within)
+
+
+def _ulysses(workers: Workers, spread: Spread, direction: Direction) -> None:
+    """Of hybrid too. Heads and tokens change places in memory before and behind each exchange: read and written."""
+    (before, after), size = spread.exchanges(direction), spread.workers[-1]
+    copied = 4 * size / (size - 1) if size > 1 else 0.0
+    _exchange(workers, direction, 0, "fetch", before, size, copied)
+    last = workers.table(spread.table, direction, stride=size if spread.strategy == "hybrid" else 1)
+    _exchange(workers, direction, last, "return", after, size, copied)
+
+
+def _all_gather(workers: Workers, spread: Spread, direction: Direction) -> None:
+    shape, P = spread.shape, spread.num_workers
+    T, kernel = spread.rows * P, getattr(workers.machine, direction)
     rate = kernel.causal if spread.is_causal else kernel.full
-    num_scores = shape.B * (T * (T + 1) // 2 if spread.is_causal else T * T) / spread.num_workers
+    num_scores = shape.B * (T * (T + 1) // 2 if spread.is_causal else T * T) / P
     seconds = flops(direction, shape.N, shape.H, 1) * num_scores / rate.at(spread.rows)
-    if spread.num_workers == 1:
-        return seconds
-    if direction == "backward":  # dk and dv of two halves of queries are added
-        seconds += (3 if spread.is_causal else 1) * 2 * 4 * shape.B * T * shape.K * shape.H / machine.memory
-    return machine.start + seconds + sum(_exchange(amount, machine, 1.0) for amount in spread.exchanges(direction))
+    before, after = spread.exchanges(direction)
+    _exchange(workers, direction, 0, "fetch", before, P, 1.0, is_gathered=True)
+    workers.work((direction, 0, "compute", "own rows"), seconds)
+    if direction == "backward" and P > 1:  # dk and dv of two halves of queries are added
+        halves = 3 if spread.is_causal else 1
+        workers.merge(direction, 1, halves * 2 * 4 * shape.B * T * shape.K * shape.H)
+    _exchange(workers, direction, 1, "return", after, P, 1.0, is_gathered=True)
 
 
-def _zigzag(spread: Spread, machine: Machine, direction: Direction) -> float:
-    shape, rows, P = spread.shape, spread.rows, spread.num_workers
-    kernel = machine.forward if direction == "forward" else machine.backward
-    of_score = flops(direction, shape.N, shape.H, shape.B)
+def _exchange(
+    workers: Workers, direction: Direction, step: int, kind: Kind, exchange: Exchange, size: int, copied: float, *,
+    is_gathered: bool = False,
+) -> None:  # fmt: skip
+    """A collective in groups of so many workers, of whose bytes so many times as many go through memory.
+
+    is_gathered: keys and values enter a node once for all of its workers, as rings through all nodes bring them.
+    """
+    total = float(exchange.total.size)
+    if not total:
+        return
+    in_node = min(workers.node, size)
+    far = total * (size - in_node) / (size - 1)
+    if is_gathered and far:
+        far += float(exchange.kv.size) * (1 / in_node - (size - in_node) / (size - 1))
+    workers.meet((direction, step, kind, "exchange"), size, total if is_gathered else total - far, far)
+    workers.merge(direction, step, copied * total)
+
+
+def _zigzag(workers: Workers, spread: Spread, direction: Direction) -> None:
+    """Each step is two pairs of halves; two of the halves of its results are combined, and a third one again."""
+    shape, P, rows = spread.shape, spread.num_workers, spread.rows
+    kernel, of_score = getattr(workers.machine, direction), flops(direction, shape.N, shape.H, shape.B)
     own = of_score * (rows * (rows + 1) // 2) / kernel.causal.at(rows)
-    if P == 1:
-        return own
-    step = of_score * (rows * rows // 2) / kernel.full.at(rows // 2)
-    messages = [_exchange(amount, machine, 0.0) / (P - 1) for amount in spread.exchanges(direction)]
-    # Two of the halves of the results are combined in a step, and a third one again: each read twice and written once.
-    merged = 3 * 3 * (rows // 2) * shape.B * shape.N * shape.H * 4 / machine.memory
-    return machine.start + max(own, messages[0]) + (P - 1) * (max(step, *messages) + merged) + messages[1]
+    both = of_score * (rows * rows // 2) / kernel.full.at(rows // 2)
+    half = 2 * shape.B * (rows // 2) * shape.K * shape.H  # elements of k and v
+    merged = 3 * 3 * (rows // 2) * shape.B * shape.N * shape.H * 4
+
+    everyone = np.arange(P)
+
+    def send(step: int, kind: Kind, issued: Numbers) -> Batch:
+        """Second halves are seen by workers before their own only."""
+        sources = (everyone - step) % P
+        size = half * (1 + (everyone < sources)) * (shape.itemsize if kind == "fetch" else 4)
+        label = (direction, step, kind, "k, v" if kind == "fetch" else "dk, dv")
+        return workers.send(label, *((sources, everyone) if kind == "fetch" else (everyone, sources)), size, issued)
+
+    for step in range(P):
+        issued, batches = workers.ready, []
+        if step > 1 and direction == "backward":
+            batches.append(send(step - 1, "return", issued))
+        if step + 1 < P:
+            batches.append(send(step + 1, "fetch", issued))
+        workers.merge(direction, step, merged if step else 0)
+        name = lambda worker, step=step: f"keys of {(worker - step) % P}"
+        workers.work((direction, step, "compute", ""), both if step else own, name)
+        workers.wait(batches)
+    if P > 1 and direction == "backward":
+        workers.wait([send(P - 1, "return", workers.ready)])
+
+
+def _rsa(workers: Workers, spread: Spread, direction: Direction) -> None:
+    """Rounds of (what is passed on, what is summed up, matrix products); all scores are computed, seen or not."""
+    shape, P, t = spread.shape, spread.num_workers, spread.rows
+    rounds = [("k", "", 1), ("v", "", 1)]
+    if direction == "backward":
+        rounds = [("k", "", 1), ("v", "dv", 2), ("", "dk", 2)]
+    scores = shape.B * t * t
+    product = flops("forward", shape.N, shape.H, scores) / 2 / workers.machine.forward.full.at(t)
+    in_memory = RSA_BYTES[direction] / len(rounds) * scores * shape.N / workers.machine.memory
+    size = shape.B * t * shape.K * shape.H
+    everyone = np.arange(P)
+    for number, (passed, summed, products) in enumerate(rounds):
+        for step in range(P + 1):
+            issued, batches, at = workers.ready, [], number * P + step
+            if summed and step > 1:
+                label = (direction, at, "return", summed)
+                batches.append(workers.send(label, everyone, (everyone + 1) % P, 4 * size, issued))
+            if passed and step + 1 < P:
+                label = (direction, at, "fetch", passed)
+                batches.append(workers.send(label, everyone, (everyone + 1) % P, shape.itemsize * size, issued))
+            if step < P:
+                workers.work(
+                    (direction, at, "compute", f"{passed or 'k'} of {step} before"), products * product + in_memory
+                )
+            workers.wait(batches)

@@ -40,6 +40,8 @@ FLAGS = (
 )
 # CUDA graphs hide in a profile which operation a kernel belongs to: without them, kernels are launched one by one.
 PROFILING = {"xla_gpu_enable_command_buffer": ""}
+# Sums in a fixed order, and kernels that are chosen without measuring: the same bits in every run.
+DETERMINISTIC = {"xla_gpu_deterministic_ops": "true"}
 
 
 def choose(*, num_processes: int = 1) -> dict[str, str]:
@@ -110,8 +112,9 @@ def main() -> int:
         print(add(choose(num_processes=arguments.num_processes), os.environ.get("XLA_FLAGS", "")))
         return 0
     purposes = {flag.name: flag.purpose for flag in FLAGS} | dict.fromkeys(PROFILING, "profiles that name operations")
+    purposes |= dict.fromkeys(DETERMINISTIC, "the same bits in every run")
     refused = {}
-    for name, value in (choose(num_processes=arguments.num_processes) | PROFILING).items():
+    for name, value in (choose(num_processes=arguments.num_processes) | PROFILING | DETERMINISTIC).items():
         refused[name] = refusal(name, value)
         verdict = "accepted" if refused[name] is None else f"REFUSED: {refused[name]}"
         print(f"--{name}={value}  {verdict}  ({purposes[name]})", flush=True)

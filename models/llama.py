@@ -7,8 +7,8 @@ their own. Arrays are global: how they lie on a mesh is decided by whoever calls
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,26 @@ Remat = Callable[[Callable], Callable]
 Cache = tuple[Float[Array, "L B T K H"], Float[Array, "L B T K H"]]
 Gather = Callable[[str, Array], Array]
 Rotation = tuple[Float32[Array, "... T half"], Float32[Array, "... T half"]]
+
+
+def project_in(x: Float[Array, "B T D"], weights: Sequence[Float[Array, "D ..."]]) -> tuple[Array, ...]:
+    """x @ weight of each, whose outputs may have several dimensions, [B T ...]."""
+    return tuple(jnp.einsum("btd,d...->bt...", x, weight.astype(x.dtype)) for weight in weights)
+
+
+def project_out(x: Float[Array, "B T ..."], weight: Float[Array, "... D"]) -> Float[Array, "B T D"]:
+    """x @ weight over all dimensions of a token."""
+    return jnp.tensordot(x, weight.astype(x.dtype), axes=weight.ndim - 1)
+
+
+class Projections(NamedTuple):
+    """How a block, attention or MLP, begins and ends: where a mesh has activations lie differently inside."""
+
+    into: Callable[[Array, Sequence[Array]], tuple[Array, ...]] = project_in
+    out_of: Callable[[Array, Array], Array] = project_out
+
+
+PLAIN = Projections()
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float32[Array, " D"], *, eps: float) -> Float[Array, "... D"]:
@@ -94,15 +114,17 @@ class Layer(nnx.Module):
         self.down_proj = _weight(rngs, (mlp_width, width), mlp_width**-0.5 / depth)
 
     def __call__[Kept](
-        self, x: Float[Array, "B T D"], cos_sin: Rotation, attend: Callable[[Array, Array, Array], tuple[Array, Kept]]
+        self,
+        x: Float[Array, "B T D"],
+        cos_sin: Rotation,
+        attend: Callable[[Array, Array, Array], tuple[Array, Kept]],
+        projections: Projections = PLAIN,
     ) -> tuple[Float[Array, "B T D"], Kept]:
         """(output, kept), where attend(q, k, v), with the rotated q and k, returns the attention and what is kept."""
         eps = self.config.rms_norm_eps
         with jax.named_scope("qkv"):
             normed = rms_norm(x, self.input_layernorm[...], eps=eps)
-            q = _project("btd,dnh->btnh", normed, self.q_proj)
-            k = _project("btd,dkh->btkh", normed, self.k_proj)
-            v = _project("btd,dkh->btkh", normed, self.v_proj)
+            q, k, v = projections.into(normed, (self.q_proj[...], self.k_proj[...], self.v_proj[...]))
             if self.config.qkv_bias:
                 q = q + self.q_bias[...].astype(q.dtype)
                 k = k + self.k_bias[...].astype(k.dtype)
@@ -115,16 +137,11 @@ class Layer(nnx.Module):
         with jax.named_scope("attention"):
             out, kept = attend(q, k, v)
         with jax.named_scope("attention_out"):
-            x = x + _project("btnh,nhd->btd", out, self.o_proj)
+            x = x + projections.out_of(out, self.o_proj[...])
         with jax.named_scope("mlp"):
             normed = rms_norm(x, self.post_attention_layernorm[...], eps=eps)
-            gate = _project("btd,df->btf", normed, self.gate_proj)
-            up = _project("btd,df->btf", normed, self.up_proj)
-            return x + _project("btf,fd->btd", jax.nn.silu(gate) * up, self.down_proj), kept
-
-
-def _project(equation: str, x: Float[Array, "..."], weight: nnx.Param) -> Float[Array, "..."]:
-    return jnp.einsum(equation, x, weight[...].astype(x.dtype))
+            gate, up = projections.into(normed, (self.gate_proj[...], self.up_proj[...]))
+            return x + projections.out_of(jax.nn.silu(gate) * up, self.down_proj[...]), kept
 
 
 class Llama(nnx.Module):
@@ -137,6 +154,7 @@ class Llama(nnx.Module):
             `lambda layer: layer` keeps everything.
         gather: (name, weight of one layer, or of none) -> the weight as it is used, where and when it is used;
             `lambda name, weight: weight` where each device has all of them.
+        projections: those of every layer while whole rows are read.
         dtype: of activations and matrix products; parameters stay float32.
     """
 
@@ -147,6 +165,7 @@ class Llama(nnx.Module):
         attention: Attention,
         remat: Remat,
         gather: Gather,
+        projections: Projections = PLAIN,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
@@ -159,6 +178,7 @@ class Llama(nnx.Module):
         self.attention = attention
         self.remat = remat
         self.gather = gather
+        self.projections = projections
         self.dtype = dtype
         self.embed_tokens = _weight(rngs, (config.vocab_size, config.hidden_size), 0.02)
         self.layers = stack(rngs)
@@ -172,18 +192,23 @@ class Llama(nnx.Module):
         return self.embed_tokens[...].T if self.config.tie_word_embeddings else self.lm_head[...]
 
     def __call__(
-        self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "... T"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Hidden states after the final norm.
 
         segment_ids: the number of each token's document, growing from 1, and 0 for padding; tokens then see their own
         document alone, in which positions begin anew.
+        positions: of the tokens, where these do not lie in their order.
         """
         options: dict[str, Any] = self._window
-        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         if segment_ids is not None:
             options = options | {"segment_ids": segment_ids}
-            positions = positions_in(segment_ids)
+        if positions is None:
+            whole = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+            positions = whole if segment_ids is None else positions_in(segment_ids)
         return self._read(tokens, positions, lambda q, k, v: (self.attention(q, k, v, **options), None))[0]
 
     def prefill(self, tokens: Int[Array, "B T"]) -> tuple[Float[Array, "B T D"], Cache]:
@@ -233,7 +258,8 @@ class Llama(nnx.Module):
         """(hidden states, what `attend` keeps of each layer) of whole rows."""
         x = self._embed(tokens)
         apply_layer, weights = self._stack(rotation(self.config, positions))
-        x, kept = jax.lax.scan(self.remat(lambda x, weights: apply_layer(x, weights, attend)), x, weights)
+        read = lambda x, weights: apply_layer(x, weights, attend, self.projections)
+        x, kept = jax.lax.scan(self.remat(read), x, weights)
         return self._final_norm(x), kept
 
     def _embed(self, tokens):
@@ -241,14 +267,14 @@ class Llama(nnx.Module):
             return self.gather("embed_tokens", self.embed_tokens[...])[tokens].astype(self.dtype)
 
     def _stack(self, cos_sin: Rotation):
-        """((x, weights, attend) -> what the layer of these weights returns, the weights of all layers)."""
+        """((x, weights, attend, projections) -> what the layer returns, the weights of all layers)."""
         graphdef, stacked = nnx.split(self.layers)
 
-        def apply_layer(x, weights, attend):
+        def apply_layer(x, weights, attend, projections=PLAIN):
             with jax.named_scope("gather"):
                 layer = nnx.State({name: self.gather(name, weight) for name, weight in weights.items()})
             with jax.named_scope("layer"):
-                return nnx.merge(graphdef, layer)(x, cos_sin, attend)
+                return nnx.merge(graphdef, layer)(x, cos_sin, attend, projections)
 
         return apply_layer, nnx.to_pure_dict(stacked)
 

@@ -4,7 +4,6 @@
 environment variable DISTFLASH_BLOCK_SIZES names such a file, whose entries replace those here.
 """
 
-import functools
 import itertools
 import json
 import math
@@ -129,31 +128,42 @@ def padded_head_dim(head_dim: int, sizes: tuple[int, ...] = HEAD_DIMS) -> int:
 def find(direction: str, head_dim: int, dtype: DTypeLike, kind: str) -> Any:
     """The blocks for a call: those of the user's file if it has them, else those of the table."""
     key = (direction, head_dim, jnp.dtype(dtype).name, kind)
-    return _from_file(os.environ.get(FILE_VARIABLE)).get(key, TABLE[key])
+    return from_file("hopper", TABLE).get(key, TABLE[key])
 
 
-def write(path: Path, entries: Mapping[Key, Blocks]) -> None:
-    path.write_text(json.dumps({" ".join(map(str, key)): asdict(blocks) for key, blocks in entries.items()}, indent=1))
+def write(path: Path, implementation: str, entries: Mapping[Any, Any]) -> None:
+    """Writes a user's file, or into it, with these entries for the kernels of an implementation."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    content[implementation] = {name(key): asdict(blocks) for key, blocks in entries.items()}
+    path.write_text(json.dumps(content, indent=1))
 
 
-@functools.cache
-def _from_file(path: str | None) -> dict[Key, Blocks]:
+def from_file[Key, Blocks](implementation: str, table: Mapping[Key, Blocks]) -> dict[Key, Blocks]:
+    """What the user's file, if there is one, has in place of entries of the table.
+
+    Raises:
+        ValueError: the file has an entry, or a field of one, that the table has not.
+    """
+    path = os.environ.get(FILE_VARIABLE)
     if path is None:
         return {}
-    entries: dict[Key, Blocks] = {}
-    for name, fields in json.loads(Path(path).read_text()).items():
-        direction, head_dim, dtype, kind = name.split()
-        key = (direction, int(head_dim), dtype, kind)
-        if key not in TABLE:
-            raise ValueError(f"{path}: no entry {name!r}; an entry names direction, head dim, dtype and kind of mask")
+    keys, entries = {name(key): key for key in table}, {}
+    for entry, fields in json.loads(Path(path).read_text()).get(implementation, {}).items():
+        if entry not in keys:
+            raise ValueError(f"{path}: no entry {entry!r} of {implementation}; there are such as {next(iter(keys))!r}")
+        blocks: Any = table[keys[entry]]
         try:
-            entries[key] = type(TABLE[key])(**fields)
+            entries[keys[entry]] = type(blocks)(**fields)
         except TypeError as error:
-            known = sorted(asdict(TABLE[key]))
             raise ValueError(
-                f"{path}: entry {name!r} has the fields {sorted(fields)}, must be some of {known}"
+                f"{path}: entry {entry!r} has the fields {sorted(fields)}, must be some of {sorted(asdict(blocks))}"
             ) from error
     return entries
+
+
+def name(key: Any) -> str:
+    """Of an entry, such as "forward 128 bfloat16 causal"."""
+    return " ".join(map(str, key))
 
 
 def check_shared_memory(scratch: Any, blocks: Blocks) -> None:

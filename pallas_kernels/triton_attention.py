@@ -25,6 +25,7 @@ from pallas_kernels.masks import Mask
 from pallas_kernels.triton_blocks import Blocks
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+TF32 = ("tensorfloat32", "TF32_TF32_F32")  # by which jax.default_matmul_precision allows products of rounded float32
 LOG2_E = math.log2(math.e)
 
 
@@ -120,7 +121,7 @@ def backward(
 ) -> Gradients:
     """(dq, dk, dv) of one query chunk against one key/value chunk, by the global lse and delta; see BlockAttention.
 
-    compute_capability, run: as of forward. blocks: of keys_backward and of rows_backward.
+    compute_capability, run: as of forward. blocks: those that differ from the table, by direction there.
 
     Raises:
         ValueError: a dtype, head dim, head count or scale that the kernels do not take.
@@ -135,7 +136,7 @@ def backward(
     rows = queries._replace(own=queries.own[:2], peer=queries.peer and queries.peer[:2])
 
     def prepare(direction: str, *results: jax.ShapeDtypeStruct) -> Launch:
-        own = blocks[direction] if blocks else None
+        own = (blocks or {}).get(direction)
         return _prepare(rows, keys, mask, scale, softcap, own, compute_capability, direction, stats, results)
 
     row_gradient = jax.ShapeDtypeStruct((B, T, queries.box.num_heads, H), dtype)
@@ -185,6 +186,7 @@ def _prepare(
         "IS_CAUSAL": mask.is_causal, "WINDOW": mask.window or 0, "HAS_SEGMENTS": has_segments,
         "SCALE": float(scale), "SOFTCAP": float(softcap or 0),
         "BLOCK_ROWS": blocks.rows, "BLOCK_KEYS": blocks.keys, "BLOCK_H": padded_head_dim(H, triton_blocks.HEAD_DIMS),
+        "PRECISION": "tf32" if jax.config.jax_default_matmul_precision in TF32 else "ieee",
     }  # fmt: skip
     programs = B * (
         k_box.num_heads * -(-k_box.num_rows // blocks.keys)

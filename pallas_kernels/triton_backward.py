@@ -37,7 +37,7 @@ def keys_backward(
     numbers, table, q_ids, k_ids, own_q, peer_q, own_dout, peer_dout, own_k, peer_k, own_v, peer_v, lse, delta, dk, dv,
     G: tl.constexpr, H: tl.constexpr, IS_SHORT: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk, dv [B, S, K, H]; programs: tiles of keys, of each key/value head, of each batch element."""
     # In this order the first keys of a head, of which causal queries see most, come first.
@@ -70,13 +70,13 @@ def keys_backward(
         own_id = segments(q_ids, batch, row, T, BLOCK_ROWS, HAS_SEGMENTS)
         mask = own[None, :], row_stop[None, :], own_id[None, :]
         # Scores lie as [keys, rows].
-        scores, slope = bounded(tl.dot(k, tl.trans(q), input_precision="ieee"), SCALE, SOFTCAP)
+        scores, slope = bounded(tl.dot(k, tl.trans(q), input_precision=PRECISION), SCALE, SOFTCAP)
         p = tl.exp2(scores * factor(SCALE, SOFTCAP) - lse_tile)
         p = tl.where(visible(mask, key, key_id, WINDOW, HAS_SEGMENTS), p, 0.0)
-        dv_sum = tl.dot(p.to(dout.dtype), dout, dv_sum, input_precision="ieee")
-        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        dv_sum = tl.dot(p.to(dout.dtype), dout, dv_sum, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         ds = p * (dp - delta_tile) * slope
-        dk_sum = tl.dot(ds.to(q.dtype), q, dk_sum, input_precision="ieee")
+        dk_sum = tl.dot(ds.to(q.dtype), q, dk_sum, input_precision=PRECISION)
     store(dk, dk_sum * SCALE, batch, kv_head, tile * BLOCK_KEYS, S, K, BLOCK_KEYS, H, BLOCK_H)
     store(dv, dv_sum, batch, kv_head, tile * BLOCK_KEYS, S, K, BLOCK_KEYS, H, BLOCK_H)
 
@@ -86,7 +86,7 @@ def rows_backward(
     numbers, table, q_ids, k_ids, own_q, peer_q, own_dout, peer_dout, own_k, peer_k, own_v, peer_v, lse, delta, dq,
     G: tl.constexpr, H: tl.constexpr, IS_SHORT: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq [B, T, N, H]; programs: tiles of rows, of each head, of each batch element."""
     T, N, S, _ = sizes(numbers)
@@ -111,26 +111,29 @@ def rows_backward(
             k, v = load_keys(keys, j, BLOCK_KEYS, H, BLOCK_H, True)
             key_id = segments(k_ids, batch, j * BLOCK_KEYS, S, BLOCK_KEYS, HAS_SEGMENTS)[None, :]
             seen = visible(mask, span(j, BLOCK_KEYS)[None, :], key_id, WINDOW, HAS_SEGMENTS)
-            dq_sum = add_keys(dq_sum, queries, k, v, seen, SCALE, SOFTCAP, True)
+            dq_sum = add_keys(dq_sum, queries, k, v, seen, SCALE, SOFTCAP, PRECISION, True)
     for j in tl.range(full_start, full_stop):
         k, v = load_keys(keys, j, BLOCK_KEYS, H, BLOCK_H, IS_SHORT)
-        dq_sum = add_keys(dq_sum, queries, k, v, True, SCALE, SOFTCAP, False)
+        dq_sum = add_keys(dq_sum, queries, k, v, True, SCALE, SOFTCAP, PRECISION, False)
     for j in tl.range(full_stop, stop):
         k, v = load_keys(keys, j, BLOCK_KEYS, H, BLOCK_H, True)
         key_id = segments(k_ids, batch, j * BLOCK_KEYS, S, BLOCK_KEYS, HAS_SEGMENTS)[None, :]
         seen = visible(mask, span(j, BLOCK_KEYS)[None, :], key_id, WINDOW, HAS_SEGMENTS)
-        dq_sum = add_keys(dq_sum, queries, k, v, seen, SCALE, SOFTCAP, True)
+        dq_sum = add_keys(dq_sum, queries, k, v, seen, SCALE, SOFTCAP, PRECISION, True)
     store(dq, dq_sum * SCALE, batch, head, row, T, N, BLOCK_ROWS, H, BLOCK_H)
 
 
 @triton.jit
-def add_keys(dq, queries, k, v, seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr):
+def add_keys(
+    dq, queries, k, v, seen,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
     """dq / scale with what a tile of keys adds."""
     q, dout, lse, delta = queries
-    scores, slope = bounded(tl.dot(q, tl.trans(k), input_precision="ieee"), SCALE, SOFTCAP)
+    scores, slope = bounded(tl.dot(q, tl.trans(k), input_precision=PRECISION), SCALE, SOFTCAP)
     p = tl.exp2(scores * factor(SCALE, SOFTCAP) - lse)
     if IS_MASKED:
         p = tl.where(seen, p, 0.0)
-    dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
     ds = p * (dp - delta) * slope
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)

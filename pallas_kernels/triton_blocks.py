@@ -1,8 +1,9 @@
 """Tile sizes of the Triton kernels, by (direction, padded head dim, bits of the dtype, kind of GPU).
 
 Chosen by what the assembler says: they fit in shared memory and spill next to no registers (`python -m
-benchmarks.assemble_triton`). Of the backward at head dims 64 and 128 on sm90 also by time, on an H200:
-docs/kernel_variants.csv. float32 is not rounded to tf32, which leaves the matrix units out.
+benchmarks.assemble_triton`). At head dims 64 and 128 on sm90 also by time, on an H200: docs/kernel_variants.csv.
+`python -m benchmarks.tune --implementation triton` measures them on the GPU at hand; see block_sizes. float32 is not
+rounded to tf32 unless JAX is told so, which leaves the matrix units out.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.block_sizes import padded_head_dim
+from pallas_kernels.block_sizes import from_file, padded_head_dim
 
 HEAD_DIMS = (32, 64, 128, 256)  # others are padded to the next, inside of the kernels
 DIRECTIONS = ("forward", "keys_backward", "rows_backward")
@@ -37,8 +38,10 @@ TABLE: Mapping[Key, Blocks] = {
     for direction, head_dim, bits, kinds, blocks in (
         ("forward", 32, 16, (80, 86, 90), Blocks(128, 64, 4, 3)),
         ("forward", 64, 16, (80,), Blocks(128, 64, 4, 3)),
-        ("forward", 64, 16, (86, 90), Blocks(128, 64, 4, 2)),
-        ("forward", 128, 16, (80, 86, 90), Blocks(128, 64, 8, 3)),
+        ("forward", 64, 16, (86,), Blocks(128, 64, 4, 2)),
+        ("forward", 64, 16, (90,), Blocks(128, 64, 4, 3)),
+        ("forward", 128, 16, (80, 86), Blocks(128, 64, 8, 3)),
+        ("forward", 128, 16, (90,), Blocks(64, 64, 4, 3)),
         ("forward", 256, 16, (80,), Blocks(64, 64, 8, 2)),
         ("forward", 256, 16, (86,), Blocks(64, 32, 8, 2)),
         ("forward", 256, 16, (90,), Blocks(128, 64, 8, 2)),
@@ -51,7 +54,8 @@ TABLE: Mapping[Key, Blocks] = {
         ("keys_backward", 256, 16, (86,), Blocks(16, 64, 8, 2)),
         ("keys_backward", 256, 16, (90,), Blocks(32, 64, 8, 2)),
         ("rows_backward", 32, 16, (80, 86, 90), Blocks(128, 64, 8, 2)),
-        ("rows_backward", 64, 16, (80, 86, 90), Blocks(128, 64, 8, 3)),
+        ("rows_backward", 64, 16, (80, 86), Blocks(128, 64, 8, 3)),
+        ("rows_backward", 64, 16, (90,), Blocks(64, 64, 4, 3)),
         ("rows_backward", 128, 16, (80, 86), Blocks(128, 64, 8, 2)),
         ("rows_backward", 128, 16, (90,), Blocks(128, 64, 8, 3)),
         ("rows_backward", 256, 16, (80, 90), Blocks(64, 64, 8, 2)),
@@ -62,6 +66,26 @@ TABLE: Mapping[Key, Blocks] = {
 }
 
 
+# What the tune command tries beside the entry of the table.
+CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
+    ("forward", 64): (Blocks(128, 64, 4, 2), Blocks(128, 64, 4, 4), Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3)),
+    ("forward", 128): (Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 4), Blocks(64, 128, 4, 2)),
+    ("forward", 256): (Blocks(128, 32, 8, 3),),
+    ("keys_backward", 64): (Blocks(64, 128, 8, 2), Blocks(64, 64, 4, 4), Blocks(128, 64, 8, 2)),
+    ("keys_backward", 128): (Blocks(64, 64, 4, 2), Blocks(32, 128, 8, 4)),
+    ("keys_backward", 256): (Blocks(64, 64, 8, 1), Blocks(64, 32, 8, 2)),
+    ("rows_backward", 64): (Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 4), Blocks(64, 128, 4, 2)),
+    ("rows_backward", 128): (Blocks(64, 64, 4, 3), Blocks(128, 32, 8, 4), Blocks(64, 32, 4, 4)),
+    ("rows_backward", 256): (Blocks(64, 32, 8, 3), Blocks(64, 32, 4, 2)),
+}
+
+
 def find(direction: str, head_dim: int, dtype: DTypeLike, compute_capability: str) -> Blocks:
+    """The blocks for a call: those of the user's file if it has them, else those of the table."""
     bits = 8 * jnp.dtype(dtype).itemsize
-    return TABLE[direction, padded_head_dim(head_dim, HEAD_DIMS), bits, KINDS_OF_GPU.get(compute_capability, 86)]
+    key = (direction, padded_head_dim(head_dim, HEAD_DIMS), bits, kind_of(compute_capability))
+    return from_file("triton", TABLE).get(key, TABLE[key])
+
+
+def kind_of(compute_capability: str) -> int:
+    return KINDS_OF_GPU.get(compute_capability, 86)

@@ -9,7 +9,8 @@ comes in `numbers`, so that one compiled kernel serves every step of a table, ev
     q_start, k_start, k_stop (those of Mask), then of the queries, then of the keys:
     is_peer, rows and heads of the box, rows and heads of the own chunk, row and head where the box starts in it
 
-A peer's chunk is the box. IS_SHORT: some keys of the box lie behind the end of the own chunk.
+A peer's chunk is the box. IS_SHORT: some keys of the box lie behind the end of the own chunk. PRECISION: of products of
+float32, "ieee" or "tf32".
 
 Source: FlashAttention-2, arXiv 2307.08691, algorithm 1.
 """
@@ -25,7 +26,7 @@ def forward(
     numbers, table, q_ids, k_ids, own_q, peer_q, own_k, peer_k, own_v, peer_v, out, lse,
     G: tl.constexpr, H: tl.constexpr, IS_SHORT: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out [B, T, N, H], lse [B, T, N]; programs: tiles of rows, of each head, of each batch element."""
     T, N, S, _ = sizes(numbers)
@@ -49,15 +50,15 @@ def forward(
             k, v = load_keys(keys, j, BLOCK_KEYS, H, BLOCK_H, True)
             key_id = segments(k_ids, batch, j * BLOCK_KEYS, S, BLOCK_KEYS, HAS_SEGMENTS)[None, :]
             seen = visible(mask, span(j, BLOCK_KEYS)[None, :], key_id, WINDOW, HAS_SEGMENTS)
-            state = attend(state, q, k, v, seen, SCALE, SOFTCAP, True)
+            state = attend(state, q, k, v, seen, SCALE, SOFTCAP, PRECISION, True)
     for j in tl.range(full_start, full_stop):
         k, v = load_keys(keys, j, BLOCK_KEYS, H, BLOCK_H, IS_SHORT)
-        state = attend(state, q, k, v, True, SCALE, SOFTCAP, False)
+        state = attend(state, q, k, v, True, SCALE, SOFTCAP, PRECISION, False)
     for j in tl.range(full_stop, stop):
         k, v = load_keys(keys, j, BLOCK_KEYS, H, BLOCK_H, True)
         key_id = segments(k_ids, batch, j * BLOCK_KEYS, S, BLOCK_KEYS, HAS_SEGMENTS)[None, :]
         seen = visible(mask, span(j, BLOCK_KEYS)[None, :], key_id, WINDOW, HAS_SEGMENTS)
-        state = attend(state, q, k, v, seen, SCALE, SOFTCAP, True)
+        state = attend(state, q, k, v, seen, SCALE, SOFTCAP, PRECISION, True)
     acc, top, total = state
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     store(out, acc, batch, head, row, T, N, BLOCK_ROWS, H, BLOCK_H)
@@ -68,11 +69,13 @@ def forward(
 
 
 @triton.jit
-def attend(state, q, k, v, seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr):
+def attend(
+    state, q, k, v, seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, IS_MASKED: tl.constexpr
+):  # fmt: skip
     """(acc, top, total) after another tile of keys; top is in units of log 2."""
     acc, top, total = state
     FACTOR: tl.constexpr = factor(SCALE, SOFTCAP)
-    scores, _ = bounded(tl.dot(q, tl.trans(k), input_precision="ieee"), SCALE, SOFTCAP)
+    scores, _ = bounded(tl.dot(q, tl.trans(k), input_precision=PRECISION), SCALE, SOFTCAP)
     if IS_MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1) * FACTOR)
@@ -81,7 +84,7 @@ def attend(state, q, k, v, seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     p = tl.exp2(scores * FACTOR - shift[:, None])
     decay = tl.exp2(top - shift)
-    acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
     return acc, new_top, total * decay + tl.sum(p, 1)
 
 

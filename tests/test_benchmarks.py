@@ -11,7 +11,20 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from benchmarks import assemble, attention, cases, far, harness, kernel, peers, plot, tune
+from benchmarks import (
+    assemble,
+    attention,
+    cases,
+    far,
+    harness,
+    kernel,
+    paper,
+    peers,
+    plot,
+    predict,
+    train_step,
+    tune,
+)
 from benchmarks.cases import KERNEL, KERNEL_DEFAULT, Case, select
 from benchmarks.kernel import Key
 from distflash_jax import schedule
@@ -159,7 +172,7 @@ def test_a_peer_that_does_not_scale_is_given_scaled_queries():
 
 def test_a_peer_that_is_not_installed_is_named_once(monkeypatch, capsys):
     monkeypatch.setitem(peers.PEERS, "tokamax", peers.Peer("no_such_package", peers.tokamax))
-    assert list(peers.available(peers.PEERS)) == ["cudnn", "in_tree"]
+    assert list(peers.available(("cudnn", "tokamax", "in_tree"))) == ["cudnn", "in_tree"]
     assert capsys.readouterr().out == "tokamax: left out, ModuleNotFoundError: No module named 'no_such_package'\n"
 
 
@@ -294,7 +307,7 @@ def test_tuning_prints_a_line_for_each_case_and_writes_what_the_kernels_then_fin
     monkeypatch.setattr(harness, "TURN", 1e-4)
     monkeypatch.setattr(tune, "winner", lambda entry, seconds: list(seconds)[-1])
     path = tmp_path / "block_sizes.json"
-    tune.tune([key, broken], 60, 2, path)
+    tune.tune([key, broken], 60, 2, path, "hopper")
     left_out, rates, failed, use = capsys.readouterr().out.splitlines()
     assert left_out == f"{tune.title(key)}  stages=9 left out, ValueError: 9 stages"
     assert rates.split() == ["backward", "64", "bfloat16", "causal", "0", "table", "0*", "staging=7"]
@@ -307,15 +320,15 @@ def test_tuning_prints_a_line_for_each_case_and_writes_what_the_kernels_then_fin
 
 def test_an_unknown_entry_of_a_file_of_block_sizes_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "block_sizes.json"
-    block_sizes.write(path, {("forward", 96, "bfloat16", "causal"): ForwardBlocks()})
+    block_sizes.write(path, "hopper", {("forward", 96, "bfloat16", "causal"): ForwardBlocks()})
     monkeypatch.setenv(block_sizes.FILE_VARIABLE, str(path))
-    with pytest.raises(ValueError, match=r"block_sizes\.json: no entry 'forward 96 bfloat16 causal'"):
+    with pytest.raises(ValueError, match=r"block_sizes\.json: no entry 'forward 96 bfloat16 causal' of hopper"):
         block_sizes.find("forward", 128, jnp.bfloat16, "full")
 
 
 def test_an_unknown_field_of_a_file_is_refused_with_those_that_there_are(tmp_path, monkeypatch):
     path = tmp_path / "block_sizes.json"
-    path.write_text('{"forward 128 bfloat16 causal": {"kyes": 64}}')
+    path.write_text('{"hopper": {"forward 128 bfloat16 causal": {"kyes": 64}}}')
     monkeypatch.setenv(block_sizes.FILE_VARIABLE, str(path))
     with pytest.raises(ValueError, match=r"has the fields \['kyes'\], must be some of .*'keys'"):
         block_sizes.find("forward", 128, jnp.bfloat16, "full")
@@ -326,7 +339,7 @@ def test_every_candidate_lowers_for_an_h200_and_fits_in_shared_memory(direction,
     key = (direction, head_dim, "bfloat16", "causal")
     case = tune.make_case(key, 16384, heads=16)
     inputs = jax.eval_shape(lambda: kernel.random_inputs(case))
-    functions = tune.make_functions(case, key)
+    functions = tune.make_functions(case, key, "hopper")
     assert functions.keys() == {TABLE[key], *CANDIDATES[direction, head_dim]}
     device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
@@ -400,3 +413,26 @@ def test_what_is_far_shows_in_rows_and_in_the_picture(tmp_path):
     ]
     far.draw(curves).savefig(tmp_path / "far.png")
     assert (tmp_path / "far.png").stat().st_size > 10_000
+
+
+def test_every_case_of_a_training_step_is_a_configuration_that_works():
+    cases = [case for cases in train_step.SETS.values() for case in cases]
+    for case in cases:
+        assert case.config(2).llama.num_hidden_layers == case.layers or case.layers is None
+    assert len({case.name for case in cases}) > 12
+    cut = train_step.Case.parse("llama-2h@8:64:megatron")
+    assert (cut.name, cut.seq_len, cut.remat) == ("llama-2h@8_64k", 65536, "attention")
+    assert cut.config(2).llama.num_hidden_layers == 8
+
+
+def test_the_papers_tables_are_what_the_command_prints_and_its_seconds_near_the_published():
+    document = paper.DOCUMENT.read_text()
+    assert predict.update(document, paper.make_tables()) == document, "run python -m benchmarks.paper --write"
+    errors = {
+        system: [abs(x.error) for x in paper.step_cells() if x.system == system] for system in ("Megatron", "DFA")
+    }
+    assert max(errors["DFA"]) < 0.15 and sorted(errors["Megatron"])[-2] < 0.07 and max(errors["Megatron"]) < 0.12
+    assert all(abs(cell.error) < 0.07 for cell in paper.rival_cells() if cell.system == "Ulysses")
+    assert paper.longest("balanced", paper.model_of("2H"), 16, 40e9) == 8 * paper.longest(
+        "megatron-dp", paper.model_of("2H"), 16, 40e9
+    )

@@ -51,7 +51,8 @@ def test_any_heads_equal_dense_cut_by_heads_or_by_rows(num_workers, heads):
 
 
 @pytest.mark.parametrize(
-    "num_workers, strategy", [(2, "balanced_unsplit"), (8, "balanced_unsplit"), (3, "ring"), (8, "ring")]
+    "num_workers, strategy",
+    [(2, "balanced_unsplit"), (8, "balanced_unsplit"), (3, "ring"), (8, "ring"), *((P, "burst") for P in (2, 5))],
 )
 def test_every_strategy_equals_dense(num_workers, strategy):
     assert_matches(Case(T=43), attend(num_workers, strategy=strategy))

@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
-from benchmarks.predict import DOCUMENT, update
+from benchmarks import predict
+from benchmarks.predict import DOCUMENT
 from distflash_jax.cost import MACHINES, Shape
 from distflash_jax.plot import main, text, trace
-from distflash_jax.schedule import balanced
+from distflash_jax.schedule import STRATEGIES, balanced
 from distflash_jax.timeline import simulate
 
 COMMAND = ["--workers", "2", "--tokens", "32768"]
@@ -53,6 +54,10 @@ def test_the_trace_holds_every_event_in_microseconds():
         (["--workers", "2"], "the following arguments are required: --tokens"),
         ([*COMMAND, "--kv-heads", "5"], "N=32: must be a multiple of K=5"),
         ([*COMMAND, "--head-dim", "64"], "H=64: the rates of h200-nvlink are those of head dim 128"),
+        ([*COMMAND, "--network", "0"], "--network 0.0: must be positive"),
+        ([*COMMAND, "--workers-per-node", "1"], "--network: is missing, for 2 workers of which nodes have 1"),
+        ([*COMMAND, "--strategy", "hybrid"], "--workers-per-node None: must divide --workers 2 with --strategy hybrid"),
+        ([*COMMAND, "--strategy", "rsa", "--window", "9"], "--window: must be left out with --strategy rsa"),
         ([*COMMAND, "--out", "x.svg"], "--out x.svg: must end in .png or .json"),
         ([*COMMAND, "--out", "no/such/folder/x.json"], "No such file or directory: 'no/such/folder/x.json'"),
         ([*COMMAND, "--machine", "abacus"], "argument --machine: invalid choice: 'abacus'"),
@@ -76,6 +81,29 @@ def test_steps_behind_the_last_digit_begin_anew():
     assert re.search(r"y+\+*z+\+*0+", row)
 
 
-def test_the_tables_of_the_docs_are_what_the_command_prints():
-    document = DOCUMENT.read_text()
-    assert update(document) == document, "run python -m benchmarks.predict --write"
+def test_the_tables_of_the_docs_are_what_the_command_prints(monkeypatch):
+    """Of the thousand GPUs only the first columns: the others take their time."""
+    document, few = DOCUMENT.read_text(), predict.make_scaling((8, 64))
+    scaling = document.split("<!-- scaling -->\n")[1].split("\n\n")[0]
+    monkeypatch.setattr(predict, "make_scaling", lambda: scaling)
+    assert predict.update(document) == document, "run python -m benchmarks.predict --write"
+    for ours, theirs in zip(few.splitlines(), scaling.splitlines(), strict=True):
+        assert theirs.startswith(ours.removesuffix("|"))
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "auto"])
+def test_any_strategy_is_drawn_on_a_machine_that_flags_describe(strategy, tmp_path, capsys):
+    flags = ["--machine", "h200-nodes", "--workers-per-node", "2", "--network", "20", "--tflops", "500"]
+    words = ["--workers", "4", "--tokens", "65536", "--strategy", strategy, "--direction", "both", *flags]
+    assert main([*words, "--out", str(tmp_path / "a.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{strategy}, 4 workers, 65536 tokens, heads 32/8, forward and backward on h200-nodes*"
+    assert sum("compute" in line for line in lines) == 4
+    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+
+
+def test_of_many_workers_some_are_drawn(capsys):
+    words = ["--workers", "256", "--tokens", str(256 * 16384), "--machine", "h200-nodes", "--strategy", "hybrid"]
+    assert main(words) == 0
+    shown = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("worker")]
+    assert shown == [str(16 * i) for i in range(16)]

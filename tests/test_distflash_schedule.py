@@ -4,11 +4,13 @@ from fractions import Fraction
 
 import pytest
 
-from distflash_jax.schedule import Part, Schedule, Step, Task, balanced, choose, ring, visible_pairs
+from distflash_jax.schedule import Part, Schedule, Step, Task, balanced, burst, choose, ring, visible_pairs
 
 ALL_P = range(1, 65)
 CAUSAL = [(f"balanced_{cut}", lambda P, cut=cut: balanced(P, cut=cut)) for cut in ("heads", "rows", None)] + [
-    ("ring", ring)
+    ("ring", ring),
+    ("mirrored", lambda P: burst(P).towards("backward")),
+    ("mirrored_rows", lambda P: burst(P, cut="rows").towards("backward")),
 ]
 
 
@@ -47,6 +49,18 @@ def test_no_worker_idles_in_the_balanced_table():
         for cut in ("heads", "rows"):
             assert balanced(P, cut=cut).idle_fraction == 0
             assert balanced(P, cut=cut).makespan == Fraction(P, 2)
+            mirrored = burst(P, cut=cut).towards("backward")
+            assert (mirrored.idle_fraction, mirrored.makespan) == (0, Fraction(P, 2))
+
+
+def test_in_the_backward_of_burst_queries_travel_where_keys_did():
+    for P in ALL_P:
+        there, back = burst(P), burst(P).towards("backward")
+        assert there.towards("forward") is there and there.steps == balanced(P).steps
+        for a, b in zip(there.steps, back.steps, strict=True):
+            assert sorted(filter(None, a.tasks)) == sorted(filter(None, b.tasks))
+            assert a.q.fetch == tuple(sorted(b.kv.returns, key=lambda pair: pair[1])) or P == 1
+            assert len(b.q.fetch) == len(a.kv.fetch) and len(b.kv.fetch) == len(a.q.fetch)
 
 
 def test_idle_share_of_the_papers_own_table_and_of_the_ring():

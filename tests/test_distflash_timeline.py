@@ -3,13 +3,15 @@
 import dataclasses
 import itertools
 import math
+import time
 
 import pytest
 
 from benchmarks.predict import validate
 from distflash_jax.cost import MACHINES, Cost, Shape
 from distflash_jax.schedule import balanced, ring
-from distflash_jax.timeline import simulate
+from distflash_jax.spread import Spread
+from distflash_jax.timeline import simulate, simulate_strategy
 
 NVLINK = MACHINES["h200-nvlink"]
 BOTH = ("forward", "backward")
@@ -84,6 +86,44 @@ def test_without_bytes_the_makespan_is_the_tables():
             timeline = simulate(schedule, Shape(P * 8192), machine)
             assert max(timeline.exposed) == 0
             assert timeline.makespan == pytest.approx(float(schedule.makespan) * unit, rel=1e-3)
+
+
+@pytest.mark.parametrize("strategy, workers", [
+    *(("zigzag", (P,)) for P in (1, 2, 5)), ("rsa", (1,)), ("rsa", (4,)), ("burst", (3, 2)), ("burst", (2, 4)),
+    ("hybrid", (2, 4)), ("ulysses", (4,)), ("all_gather", (4,)),
+], ids=str)  # fmt: skip
+def test_messages_of_any_strategy_carry_the_bytes_of_its_closed_form(strategy, workers):
+    """All on links of one speed, where a message takes as long as it has bytes."""
+    machine = dataclasses.replace(BARE, link=1e9, network=1e9, workers_per_node=2)
+    spread = Spread(strategy, Shape(4096 * math.prod(workers), N=8, K=4), workers)
+    events = simulate_strategy(spread, machine, BOTH).events
+    size = 1e9 * sum(e.stop - e.start for e in events if e.kind in ("fetch", "return"))
+    if strategy in ("ulysses", "all_gather", "hybrid"):  # those of collectives within a node and between overlap
+        assert 0 < size <= spread.num_workers * sum(float(spread.traffic(x).size) for x in BOTH) + 1
+    else:
+        assert size == pytest.approx(spread.num_workers * sum(float(spread.traffic(x).size) for x in BOTH))
+
+
+def test_a_double_ring_and_hybrid_hide_a_network_that_the_flat_table_waits_for():
+    nodes, shape = MACHINES["h200-nodes"], Shape(64 * 8192)
+    flat, double, hybrid = (
+        simulate_strategy(Spread(strategy, shape, workers), nodes, BOTH)
+        for strategy, workers in (("balanced", (64,)), ("burst", (8, 8)), ("hybrid", (8, 8)))
+    )
+    assert max(flat.exposed) > 0.3 * flat.makespan
+    assert max(double.exposed) < 0.01 * double.makespan and max(hybrid.exposed) < 0.02 * hybrid.makespan
+    assert min(double.efficiency, hybrid.efficiency) > 1.5 * flat.efficiency
+
+
+def test_a_double_ring_of_one_node_is_burst_in_it():
+    one, flat = (simulate_strategy(Spread("burst", Shape(8 * 8192), x), NVLINK).makespan for x in ((1, 8), (8,)))
+    assert one == pytest.approx(flat, rel=1e-3)
+
+
+def test_a_thousand_workers_take_seconds():
+    start = time.process_time()
+    timeline = simulate_strategy(Spread("burst", Shape(1024 * 8192), (128, 8)), MACHINES["h200-nodes"], BOTH)
+    assert time.process_time() - start < 5 and timeline.num_workers == 1024 and len(timeline.shown) == 16
 
 
 def test_a_slow_link_is_exposed_and_a_fast_one_is_hidden():

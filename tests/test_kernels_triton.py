@@ -116,6 +116,13 @@ def test_as_many_programs_run_as_there_are_tiles(direction, kind):
     assert launch.constants["BLOCK_H"] == 128 and launch.blocks == triton_blocks.TABLE[direction, 128, 16, 86]
 
 
+def test_products_of_float32_are_rounded_to_tf32_where_jax_is_told_so():
+    precision = lambda: assemble_triton.find_launch("forward", 64, "float32", "full", 80).constants["PRECISION"]
+    assert precision() == "ieee"
+    with jax.default_matmul_precision("tensorfloat32"):
+        assert precision() == "tf32"
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

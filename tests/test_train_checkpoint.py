@@ -36,7 +36,7 @@ def save_steps(directory: Path, steps: list[int]) -> None:
     checkpoints = Checkpoints(directory)
     for step in steps:
         checkpoints.save(step, make_state(step), {"iterator": {"next_index": step}, "checksum": 2**32 - step})
-    checkpoints.close()
+        checkpoints.pending.result()
 
 
 def assert_equal(ours, theirs) -> None:
@@ -50,10 +50,9 @@ def restored_step(directory: Path) -> int:
     """Restores, checks that state and position belong together, and returns the step."""
     found = Checkpoints(directory).restore(struct_of(make_state(0)))
     assert found is not None
-    step, state, position = found
-    assert_equal(state, make_state(step))
-    assert position == {"iterator": {"next_index": step}, "checksum": 2**32 - step}
-    return step
+    assert_equal(found.state, make_state(found.step))
+    assert found.position == {"iterator": {"next_index": found.step}, "checksum": 2**32 - found.step}
+    return found.step
 
 
 def test_an_empty_folder_restores_nothing(tmp_path):
@@ -80,21 +79,46 @@ def files_of(checkpoint: Path) -> list[Path]:
 
 # TensorStore reports to an event loop that Orbax has closed after the first error.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("damage", ["truncate", "empty", "delete"])
+@pytest.mark.parametrize("damage", ["truncate", "empty", "delete", "zeros"])
 def test_each_damaged_file_leads_to_the_older_checkpoint_or_does_not_matter(two_checkpoints, tmp_path, damage):
     fallbacks = 0
     for index, file in enumerate(files_of(two_checkpoints / "2")):
         run = tmp_path / str(index)
         shutil.copytree(two_checkpoints, run / "checkpoints")
         victim = run / "checkpoints" / file.relative_to(two_checkpoints)
+        content = victim.read_bytes()
         if damage == "delete":
             victim.unlink()
         else:
-            victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2 if damage == "truncate" else 0])
+            victim.write_bytes(
+                {"truncate": content[: len(content) // 2], "empty": b"", "zeros": bytes(len(content))}[damage]
+            )
         step = restored_step(run / "checkpoints")
         fallbacks += step == 1
         assert (run / "broken" / "2").exists() == (step == 1)
     assert fallbacks >= 2
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("every", [499, pytest.param(23, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_a_flip_of_one_bit_in_any_file_leads_to_the_older_checkpoint_or_does_not_matter(
+    two_checkpoints, tmp_path, every
+):
+    """`restored_step` has compared what comes back with what was saved."""
+    flips = [(file, bit) for file in files_of(two_checkpoints / "2") for bit in range(8 * file.stat().st_size)][::every]
+    fallbacks = 0
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, directory)
+    for file, bit in flips:
+        victim, content = directory / file.relative_to(two_checkpoints), bytearray(file.read_bytes())
+        content[bit // 8] ^= 1 << bit % 8
+        victim.write_bytes(content)
+        is_older = restored_step(directory) == 1
+        fallbacks += is_older
+        if is_older:
+            (tmp_path / "broken" / "2").rename(directory / "2")
+        victim.write_bytes(file.read_bytes())
+    assert len(flips) / 3 < fallbacks < len(flips)
 
 
 def test_a_folder_emptied_by_an_interrupted_deletion_is_skipped_and_its_step_can_be_saved_again(
@@ -107,10 +131,10 @@ def test_a_folder_emptied_by_an_interrupted_deletion_is_skipped_and_its_step_can
     checkpoints = Checkpoints(directory)
     found = checkpoints.restore(struct_of(make_state(0)))
     assert found is not None
-    assert found[0] == 1
+    assert found.step == 1
     assert "checkpoint 2 is not whole, trying an older one" in checkpoints.notes[0]
     checkpoints.save(2, make_state(2), {"iterator": {"next_index": 2}, "checksum": 2**32 - 2})
-    checkpoints.close()
+    checkpoints.pending.result()
     assert restored_step(directory) == 2
 
 
@@ -129,13 +153,13 @@ def test_a_folder_without_a_whole_checkpoint_is_refused_and_left_as_it_is(two_ch
     [
         (
             jnp.zeros((8, 8), jnp.bfloat16),
-            r"params\.w is float32\[8, 8\] in its step 2 and bfloat16\[8, 8\] here",
+            r"params\.w is float32\[8,8\] in its step 2 and bfloat16\[8,8\] here",
         ),
         (
             jnp.zeros((8, 4), jnp.float32),
-            r"params\.w is float32\[8, 8\] in its step 2 and float32\[8, 4\] here",
+            r"params\.w is float32\[8,8\] in its step 2 and float32\[8,4\] here",
         ),
-        (None, r"params\.w is float32\[8, 8\] in its step 2 and absent here"),
+        (None, r"params\.w is float32\[8,8\] in its step 2 and absent here"),
     ],
 )
 def test_another_dtype_or_shape_is_refused_by_name(two_checkpoints, other, message):
@@ -154,7 +178,7 @@ def small_files_only():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_save_that_fails_in_the_background_is_raised_by_close_and_the_older_one_stays(
+def test_a_save_that_fails_in_the_background_is_known_and_leaves_the_older_ones_and_nothing_else(
     two_checkpoints, tmp_path, small_files_only
 ):
     directory = tmp_path / "checkpoints"
@@ -163,5 +187,6 @@ def test_a_save_that_fails_in_the_background_is_raised_by_close_and_the_older_on
     noise = jax.random.bits(jax.random.key(0), (2**14,), jnp.uint32)
     checkpoints.save(3, {"noise": noise}, {})
     with pytest.raises(Exception, match="File too large"):
-        checkpoints.close()
+        checkpoints.pending.result()
+    assert sorted(path.name for path in directory.iterdir()) == ["1", "2"]
     assert restored_step(directory) == 2

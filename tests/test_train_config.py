@@ -33,13 +33,17 @@ REFUSED = [
     ("--lr nan", "--lr nan: a finite number above 0"),
     ("--lr 0", "--lr 0: a finite number above 0"),
     ("--seed 2147483648", "--seed 2147483648: a whole number from 0 to 2147483647"),
+    ("--save-every 0", "--save-every 0: steps such as 500, or a time such as 90s, 10m or 1h"),
+    ("--save-every 10d", "--save-every 10d: steps such as 500, or a time"),
+    ("--keep 0", "--keep 0: a whole number from 1"),
+    ("--accept lrr", "--accept lrr: names of settings, perhaps lr"),
     ("--remat half", "--remat half: one of attention, offload, offload-all, layer, none\n"),
     ("--remat offlaod", "--remat offlaod: one of attention, offload, offload-all, layer, none; perhaps offload\n"),
-    ("--strategy zigzag", "--strategy zigzag: one of auto, balanced, balanced_unsplit, ring, ulysses, all_gather"),
+    ("--strategy zigzg", "--strategy zigzg: one of auto, balanced, balanced_unsplit, ring, "),
     ("--platform tpu", "--platform tpu: one of auto, cpu, cuda"),
     ("--dtype float16", "--dtype float16: one of float32, bfloat16"),
     ("--model gpt", "--model gpt: one of tiny, "),
-    ("--model lama-7b", "llama-3-8b; perhaps llama-7b"),
+    ("--model lama-7b", "llama-100m; perhaps llama-7b"),
     ("--log wandbb", "--log wandbb: one of wandb, trackio; perhaps wandb"),
     ("--hidden-size x", "--hidden-size x: a whole number from 1 to 2147483647"),
     ("--rope-scaling ntk:4", "--rope-scaling ntk:4: yarn:FACTOR, linear:FACTOR, llama3:FACTOR or llama3 with a factor"),
@@ -180,7 +184,7 @@ def test_a_flag_takes_the_place_of_what_is_saved_of_it_and_of_its_alternative(tm
     assert (config.llama.hidden_size, config.lr) == (64, 1)
     # The same settings are the same run, and with more steps they continue it.
     assert open_run_dir(parse([*own, "--steps", "9", "--run-dir", str(tmp_path)])) == tmp_path
-    with pytest.raises(InputError, match=r"--lr was 1\.0 and is 2\.0$"):
+    with pytest.raises(InputError, match=r"--lr was 1\.0 and is 2\.0; --accept lr goes on so$"):
         open_run_dir(parse([*own, "--lr", "2", "--run-dir", str(tmp_path)]))
 
 
@@ -258,9 +262,22 @@ def test_a_run_dir_accepts_its_own_configuration_again_and_more_steps(tmp_path):
 def test_a_run_dir_of_another_configuration_is_refused_with_each_difference(tmp_path):
     own = ["--run-dir", str(tmp_path)]
     open_run_dir(parse(own))
-    with pytest.raises(InputError, match=r"--hidden-size was None and is 64, --lr was 0\.006 and is 0\.1$"):
+    message = r"--hidden-size was None and is 64, --lr was 0\.006 and is 0\.1; --accept hidden-size,lr goes on so$"
+    with pytest.raises(InputError, match=message):
         open_run_dir(parse([*own, "--lr", "0.1", "--hidden-size", "64"]))
     assert json.loads((tmp_path / "config.json").read_text())["lr"] == 6e-3
+
+
+def test_a_run_may_go_on_with_what_is_accepted_and_with_another_way_to_compute_the_same(tmp_path):
+    own = ["--run-dir", str(tmp_path)]
+    open_run_dir(parse(own))
+    open_run_dir(parse([*own, "--mesh", "data=2,seq=2", "--remat", "layer", "--accumulate", "2", "--keep", "1"]))
+    with pytest.raises(InputError, match=r"; --clip-norm was 1\.0 and is 2\.0; --accept clip-norm goes on so$"):
+        open_run_dir(parse([*own, "--clip-norm", "2", "--lr", "1", "--accept", "lr"]))
+    open_run_dir(parse([*own, "--clip-norm", "2", "--lr", "1", "--accept", "lr,clip-norm"]))
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["lr"], saved["clip_norm"], saved["mesh"]) == (1, 2, "data=1,seq=8")
+    assert not {"accept", "checkpoint"} & saved.keys()
 
 
 def test_processes_other_than_the_first_find_its_run_dir_and_write_nothing(tmp_path):

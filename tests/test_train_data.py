@@ -110,6 +110,20 @@ def test_a_batch_larger_than_the_data_repeats_rows():
     assert next(batches_over(np.arange(8), seq_len=4, batch_size=5))["tokens"].shape == (5, 4)
 
 
+def test_a_batch_is_named_by_its_rows_in_the_sources_though_only_a_part_is_read():
+    shares = [share_of(np.arange(40)), share_of(np.arange(100, 180))]
+    shares[1] = Share(shares[1].tokens, shares[1].rows.split(0.5, seed=0)[0])
+    for part in ((slice(None), slice(None)), (slice(1, 2), slice(0, 2))):
+        batches = Batches(shares, batch_size=4, seed=0, part=part)
+        whole = Batches(shares, batch_size=4, seed=0)
+        firsts = [next(whole)["tokens"][:, 0] for _ in range(3)][-1]
+        named = [f"{(first - 100 * (first >= 100)) // 4}" for first in sorted(firsts, key=lambda first: first >= 100)]
+        for _ in range(3):
+            next(batches)
+        here, there = (named[half] for half in (slice(0, 2), slice(2, 4)))
+        assert batches.last == f"rows {', '.join(here)} of here and rows {', '.join(there)} of here"
+
+
 def test_the_seed_decides_the_order():
     def first(seed):
         batches = batches_over(np.arange(400), seed=seed)
@@ -136,7 +150,7 @@ def test_a_position_that_went_through_json_resumes_exactly(num_seen):
     for _ in range(num_seen):
         next(undisturbed)
     resumed = batches_over(np.arange(64))
-    resumed.position = json.loads(json.dumps(undisturbed.position))
+    resumed.seek(json.loads(json.dumps(undisturbed.position)))
     for _ in range(12):
         np.testing.assert_array_equal(next(undisturbed)["tokens"], next(resumed)["tokens"])
 
@@ -174,7 +188,7 @@ def test_a_position_in_a_mixture_resumes_exactly_a_second_time_too():
     position, resumed = mixture().position, []
     for _ in range(3):
         batches = mixture()
-        batches.position = json.loads(json.dumps(position))
+        batches.seek(json.loads(json.dumps(position)))
         resumed += [firsts(batches, 1) for _ in range(3)]
         position = batches.position
     assert resumed == whole
@@ -222,9 +236,21 @@ def test_errors_of_the_evaluated_data_name_their_own_flag(tmp_path):
         open_data(Config(eval_data=tmp_path / "a.bin"), tmp_path)
 
 
-def test_a_position_in_other_data_is_refused():
-    with pytest.raises(InputError, match="--data here: the data of the checkpoint"):
-        batches_over(np.arange(64), checksum=1).position = batches_over(np.arange(64), checksum=2).position
+@pytest.mark.parametrize(
+    "other, message, accepted",
+    [
+        ({"checksum": 2}, "--data here: the data of the checkpoint, .*64 tokens, 00000002-00000000 instead", "data"),
+        ({"seed": 1}, "--data: rows in the order of the checkpoint", "data"),
+        ({"batch_size": 4}, "--data: rows in the order of the checkpoint", "data"),
+        ({"tokenizer": "other"}, "--tokenizer: that of the checkpoint", "tokenizer"),
+    ],
+)
+def test_a_position_in_other_data_or_another_order_is_refused_and_may_be_accepted(other, message, accepted):
+    position = batches_over(np.arange(64), checksum=1).position
+    changed = batches_over(np.arange(64), **{"checksum": 1} | other)
+    with pytest.raises(InputError, match=f"{message}.*--accept {accepted} goes on so"):
+        changed.seek(position, accepted={"lr"})
+    changed.seek(position, accepted={accepted})
 
 
 def test_the_default_is_the_standard_library_and_always_the_same():

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -124,6 +125,55 @@ def test_processes_that_do_not_meet_end_with_one_line():
         assert message in line and line.startswith("error: --") and line.count("\n") == 1, line
 
 
+# Two processes of which one gives the other no more than a second.
+FAILING = """
+import os, signal, sys, time
+from train import distributed
+case, process_id, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+with distributed.joined(distributed.Job(f"127.0.0.1:{port}", 2, process_id)):
+    time.sleep(1)
+    if process_id == 1:
+        if case == "raises":
+            raise ValueError("about to fail")
+        if case == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif case == "first":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif case == "late":
+        distributed.barrier("a meeting", seconds=1)
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_fails_dies_or_is_late_ends_the_others_soon_with_one_line():
+    started = time.monotonic()
+    children = {
+        case: [
+            subprocess.Popen(
+                [sys.executable, "-c", FAILING, case, str(i), str(port)], stderr=subprocess.PIPE, text=True, cwd=ROOT
+            )
+            for i in (0, 1)
+        ]
+        for case, port in {case: free_port() for case in ("raises", "killed", "first", "late")}.items()
+    }
+    said = {case: [child.communicate(timeout=60)[1] for child in pair] for case, pair in children.items()}
+    assert time.monotonic() - started < 40  # of which 15 after the failure
+    codes = {case: [child.returncode for child in pair] for case, pair in children.items()}
+    assert codes == {"raises": [6, 1], "killed": [6, -signal.SIGKILL], "first": [-signal.SIGKILL, 6], "late": [6, 6]}, (
+        said
+    )
+    assert said["raises"][1].endswith("ValueError: about to fail\n")
+    host = socket.gethostname()
+    for case, process_id, line in [
+        ("raises", 0, f"error: process 1 ({host}): ValueError: about to fail; started again, the job resumes"),
+        ("killed", 0, f"error: process 1 ({host}) is gone without a word"),
+        ("first", 1, "error: process 0, which listens at 127.0.0.1:"),
+        ("late", 0, f"error: a meeting: process 1 ({host}) did not come within 1 s; started again"),
+        ("late", 1, f"error: process 0 ({host}): a meeting: process 1 ({host}) did not come within 1 s"),
+    ]:
+        assert said[case][process_id].splitlines()[-1].startswith(line), said[case]
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     """Starts the training command on a text of its own."""
@@ -147,12 +197,15 @@ def values(out: str, name: str) -> dict[int, float]:
 
 # Four children, of which each imports and compiles: 40 s of one core.
 @pytest.mark.timeout(300)
-def test_two_processes_train_as_one_and_a_signal_to_either_stops_both_with_a_checkpoint(start, tmp_path):
+def test_two_processes_train_as_one_and_signals_to_either_make_both_save_and_stop(start, tmp_path):
     pair_dir = tmp_path / "pair"
     job = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--process-id"]
     flags = ["--steps", "100000", "--eval-fraction", "0.02", "--eval-every", "2", "--eval-batches", "1"]
     first, second = (start(pair_dir, *flags, *job, str(i)) for i in (0, 1))
     begun = "".join(first.stdout.readline() for _ in range(4))
+    second.send_signal(signal.SIGUSR1)
+    while not [path for path in pair_dir.glob("checkpoints/*") if path.name.isdigit()]:
+        begun += first.stdout.readline()
     second.send_signal(signal.SIGTERM)
     (out, said), (nothing, wrong) = (child.communicate(timeout=110) for child in (first, second))
     assert (first.returncode, second.returncode) == (0, 0), said + wrong
@@ -162,7 +215,8 @@ def test_two_processes_train_as_one_and_a_signal_to_either_stops_both_with_a_che
     out = begun + out
     last = max(values(out, "loss"))
     assert f"stopped after step {last} of 100000; to resume: " in said
-    assert [path.name for path in (pair_dir / "checkpoints").iterdir()] == [str(last)]
+    assert len(list((pair_dir / "checkpoints").iterdir())) == 2
+    assert said.count("\ncheckpoint ") == 2 and f"\ncheckpoint {last}: state " in said
     assert len(list(pair_dir.glob("events.out.tfevents.*"))) == 1
     assert json.loads((pair_dir / "config.json").read_text())["mesh"] == "data=2,seq=4"
 
@@ -178,6 +232,7 @@ def test_two_processes_train_as_one_and_a_signal_to_either_stops_both_with_a_che
 # Saves two steps, damages what process 1 wrote of the second, and restores.
 DAMAGED_IN_PART = """
 import sys
+import time
 from pathlib import Path
 import jax, jax.numpy as jnp
 from jax.experimental import multihost_utils
@@ -194,13 +249,13 @@ with joined(Job("localhost:" + port, 2, process_id)):
     checkpoints = Checkpoints(folder)
     for step in (1, 2):
         checkpoints.save(step, make(step), {"step": step})
-    checkpoints.close()
+        checkpoints.pending.result()
     if is_first():
         (data,) = (folder / "2" / "state" / "ocdbt.process_1" / "d").iterdir()
         data.write_bytes(data.read_bytes()[:100])
     multihost_utils.sync_global_devices("damaged")
     checkpoints = Checkpoints(folder)
-    step, state, position = checkpoints.restore(jax.eval_shape(make, 0))
+    step, state, position, _ = checkpoints.restore(jax.eval_shape(make, 0))
     own, expected = (x.addressable_data(0) for x in (state["x"], make(step)["x"]))
     print(step, position, bool((own == expected).all()), checkpoints.notes)
 """

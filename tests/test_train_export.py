@@ -129,9 +129,7 @@ def test_a_checkpoint_of_another_model_is_not_exported(copies, tmp_path):
     settings = json.loads((run_dir / "config.json").read_text())
     origin = settings["origin"] | {"num_hidden_layers": 3}
     (run_dir / "config.json").write_text(json.dumps(settings | {"origin": origin}))
-    with pytest.raises(
-        InputError, match=r"params\.layers\.down_proj is float32\[2, 96, 64\] in its step 5 and float32"
-    ):
+    with pytest.raises(InputError, match=r"params\.layers\.down_proj is float32\[2,96,64\] in its step 5 and float32"):
         export.export(run_dir, tmp_path / "out")
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from train import llama, loop, plan
+from train import distributed, llama, loop, plan
 from train.config import parse
 from train.flags import InputError
-from train.report import Clock, Report
+from train.report import Clock, Pace, Report
 from train.sinks import TensorBoard, Tracker
 
 SMALL = [
@@ -57,7 +57,8 @@ def test_a_phase_inside_another_is_no_part_of_it_and_the_rest_is_other():
         with clock.phase("data"):
             time.pass_by(4)
         time.pass_by(8)
-    assert clock.spent == {p: s * 10**9 for p, s in zip(clock.spent, (0, 4, 0, 0, 10, 1), strict=True)}
+    seconds = {phase: spent / 10**9 for phase, spent in clock.spent.items() if spent}
+    assert seconds == {"evaluate": 10, "data": 4, "other": 1}
 
 
 def test_phases_make_up_the_time_exactly_even_where_one_ends_in_an_error():
@@ -69,6 +70,29 @@ def test_phases_make_up_the_time_exactly_even_where_one_ends_in_an_error():
             raise KeyError
     spent = clock.spent
     assert sum(spent.values()) == ticks[ticks.index(next(readings)) - 1] - ticks[0]
+
+
+def test_the_slowest_process_is_the_one_that_the_others_waited_for(monkeypatch):
+    time = Time()
+    clock = Clock(time)
+    pace = Pace(clock)
+    told = []
+
+    def of_all(stop, seconds):
+        told.append(seconds)
+        time.pass_by(7)  # the others are late
+        return np.array([[0, 0.5], [1, 9], [stop, seconds]])
+
+    monkeypatch.setattr(distributed, "of_all", of_all)
+    for _ in range(2):
+        with clock.phase("data"):
+            time.pass_by(2)
+        with clock.phase("step"):
+            time.pass_by(4)
+        assert pace.any_of(False) == [True]
+    assert told == [2, 2]
+    figures = {"min": 0.5, "median": 2.0, "max": 9.0}
+    assert pace.metrics == {f"own_seconds_{name}": value for name, value in figures.items()} | {"slowest_process": 1}
 
 
 def test_a_step_tells_its_seconds_what_it_waited_and_how_much_of_the_peak_it_used(capsys):
@@ -197,10 +221,10 @@ def test_a_run_compiles_once_tells_all_sinks_and_accounts_for_its_time(stub, tmp
     assert {(step, name) for step in (1, 2) for name in wanted} | {(2, "eval_loss")} <= logged
     assert 0 < lines[0]["utilisation"] < 1 and lines[0]["peak_memory_gib"] == 0.5
     times = json.loads((run_dir / "time.jsonl").read_text())
-    phases = ("compile", "data", "step", "save", "evaluate", "other")
+    phases = ("compile", "restore", "data", "step", "save", "evaluate", "wait", "other")
     assert times["total"] == pytest.approx(sum(times[phase] for phase in phases))
     assert min(times[phase] for phase in phases) > 0
-    assert f"time      {times['total']:.1f} s: compile {times['compile']:.1f}, data" in err
+    assert f"time      {times['total']:.1f} s: compile {times['compile']:.1f}, restore" in err
     assert times["step"] == pytest.approx(sum(line.get("step_seconds", 0) for line in lines))
     # Nobody is logged in: the next session ends before it compiles.
     monkeypatch.setattr(loop, "_compile", None)

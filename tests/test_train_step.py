@@ -223,6 +223,19 @@ def test_the_head_gradient_in_bfloat16_does_not_depend_on_the_number_of_chunks()
     assert errors[1] <= 1.2 * errors[0]
 
 
+def test_a_step_that_is_not_finite_changes_nothing_though_it_is_one_micro_batch_of_four():
+    program = program_on((1, 1, 1), 4)
+    good, poisoned = (jax.device_put(some_batch(seed), program.batch_sharding) for seed in (0, 1))
+    poisoned["labels"] = poisoned["labels"].at[2, 5].set(CONFIG.vocab_size)
+    state, metrics = program.step(place(initial_state(), program), good)
+    assert metrics["is_finite"]
+    before = jax.device_get(state)
+    state, metrics = program.step(state, poisoned)
+    assert not metrics["is_finite"] and np.isnan(metrics["loss"]) and metrics["num_tokens"] > 0
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+    assert before.step == 1 and min(jax.tree.leaves(jax.tree.map(lambda x: np.isfinite(x).all(), before)))
+
+
 def test_a_label_outside_the_vocabulary_gives_nan_at_its_own_position():
     hidden, head, labels, _ = loss_inputs(1, 8)
     losses, _ = token_losses(hidden, head, labels.at[0, 3].set(37), mesh=make_mesh(1, 1, 2))

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from train import data
+from train import chat, data, sources
 from train import tokenizer as tokenizer_module
 from train.chat import ChatTemplate
 from train.data import load
@@ -164,6 +164,16 @@ REFUSED = {
     "escape through a global": ("{{ cycler.__init__.__globals__ }}", "SecurityError"),
     "change": ("{{ messages.append(1) }}", "SecurityError"),
     "endless": ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "100,000 turns"),
+    "endless macros": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+        "100,000 turns",
+    ),
+    "doubles a text": (
+        "{% set ns = namespace(s='a') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "more than 67,108,864 characters",
+    ),
+    "multiplies a text": ("{{ 'a' * 10**12 }}", "more than 67,108,864 characters"),
+    "a huge power": ("{{ 9 ** 9 ** 9 }}", "more than 67,108,864 characters"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "complains": ("{{ raise_exception('no system\nrole') }}", "TemplateError: no system"),
     "date": ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
@@ -178,6 +188,12 @@ def test_a_template_that_cannot_be_used_is_refused_in_one_line_with_the_document
     assert str(refusal.value).startswith("here: with --tokenizer ")
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_template_that_takes_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr(chat, "_SECONDS", 0.0)
+    with pytest.raises(ValueError, match="more than 0 seconds"):
+        ChatTemplate(CHATML, {}).render(Conversation(CHAT))
 
 
 @pytest.mark.parametrize(
@@ -196,6 +212,37 @@ def test_a_line_that_is_no_document_is_refused_with_its_number(make, tmp_path, l
     (tmp_path / "a.jsonl").write_text(line)
     with pytest.raises(InputError, match=message):
         load(tmp_path / "a.jsonl", 280, tokenizer=make(eos_token="</s>", chat_template=CHATML))
+
+
+def test_bad_lines_are_skipped_and_told_up_to_a_limit(make, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sources, "_LONGEST_LINE", 5000)
+    bad = [
+        '{"text": "cut',
+        "[" * 4000,
+        "\0",
+        '{"text": "\\ud800"}',
+        f'{{"text": "{"a" * 20_000}"}}',
+        '{"a": 1}',
+        "1" * 4990,
+    ]
+    good = ['{"text": "one"}', "", '{"text": "two\\u0000"}']
+    path = tmp_path / "a.jsonl"
+    path.write_bytes("\n".join([good[0], *bad, *good[1:]]).encode() + b'\n{"text": "\xff"}')
+    tokenizer = make(eos_token="</s>")
+    clean = tmp_path / "b.jsonl"
+    clean.write_text("\n".join(good))
+    expected = load(clean, 280, tokenizer=tokenizer).values.tolist()
+    assert load(path, 280, tokenizer=tokenizer, max_bad_lines=8).values.tolist() == expected
+    said = capsys.readouterr().err
+    assert (
+        said
+        == f"warning   8 lines of {path} are skipped, of which the first: {path}: line 2 is a JSON object with "
+        + (said.partition(" object with ")[2])
+    )
+    with pytest.raises(
+        InputError, match=r"line 11 is a JSON object with .*; --max-bad-lines, which is 7, skips so many"
+    ):
+        load(path, 280, tokenizer=tokenizer, max_bad_lines=7)
 
 
 def test_conversations_need_a_tokenizer_with_a_template(make, tmp_path):

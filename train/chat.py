@@ -1,24 +1,33 @@
 """Chat templates: a conversation as the text that its model was trained on, and where the answers lie in it."""
 
 import json
+import math
+import time
+from collections.abc import Iterable
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
+import jinja2.visitor
 
 from train.sources import Conversation
 
 Span = tuple[int, int]
 
-_LOOP_TURNS = 100_000
+# Of a conversation: turns of loops and calls of macros, seconds, and characters of the template, of any text that it
+# makes on the way and of what it writes.
+_TURNS = 100_000
+_SECONDS = 10.0
+_CHARACTERS = 2**26
+_TOO_LONG = f"it makes a text of more than {_CHARACTERS:,} characters"
 # Unicode reserves these two for use inside a program; no text may hold them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
 
 class ChatTemplate:
-    """A template of a tokenizer, rendered in Jinja's sandbox with a limit on the turns of its loops.
+    """A template of a tokenizer, rendered in Jinja's sandbox with limits on turns, time and text.
 
     It sees what the template of a Hugging Face tokenizer sees, but for the date: a text that changes with the
     day could not be resumed.
@@ -32,18 +41,20 @@ class ChatTemplate:
 
     def __init__(self, source: str, constants: dict[str, str]) -> None:
         self._constants = constants
-        self._turns = 0
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
+        self._turns, self._deadline = 0, 0.0
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "_count_turn": self._count_turn}
+        environment.globals |= {
+            "raise_exception": _raise,
+            "_count_turn": self._count_turn,
+            "_joined": lambda *pieces: _joined(pieces),
+        }
+        if len(source) > _CHARACTERS:
+            raise ValueError(f"a chat template of at most {_CHARACTERS:,} characters")
         try:
             tree = environment.parse(source)
             self._marks_answers = any(data.data == _BEGIN for data in tree.find_all(jinja2.nodes.TemplateData))
-            for loop in tree.find_all(jinja2.nodes.For):
-                count = jinja2.nodes.Call(jinja2.nodes.Name("_count_turn", "load"), [], [], None, None)
-                loop.body.insert(0, jinja2.nodes.Output([count]))
+            tree = _Limits().visit(tree)
             self._template = environment.from_string(tree)
         # Jinja's compiler itself runs out of stack where a template is nested deeply.
         except (jinja2.TemplateError, RecursionError) as error:
@@ -80,24 +91,66 @@ class ChatTemplate:
         return len(before), len(through)
 
     def _render(self, conversation: Conversation, num_messages: int, *, add_generation_prompt: bool = False) -> str:
-        self._turns = 0
+        self._turns, self._deadline = 0, time.monotonic() + _SECONDS
         try:
-            return self._template.render(
+            pieces = self._template.generate(
                 messages=conversation.messages[:num_messages],
                 tools=conversation.tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._constants,
             )
+            return _joined(pieces)
         # A template is a program: it can fail in every way that Python can.
         except Exception as error:
             raise ValueError(f"messages that the chat template accepts ({_first_line(error)})") from None
 
     def _count_turn(self) -> str:
         self._turns += 1
-        if self._turns > _LOOP_TURNS:
-            raise ValueError(f"its loops take more than {_LOOP_TURNS:,} turns")
+        if self._turns > _TURNS:
+            raise ValueError(f"its loops and macros take more than {_TURNS:,} turns")
+        if time.monotonic() > self._deadline:
+            raise ValueError(f"it takes more than {_SECONDS:g} seconds")
         return ""
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which no operator makes a huge text, list or number of small ones."""
+
+    intercepted_binops = frozenset(["+", "*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(x) if isinstance(x, str | list | tuple) else abs(x) for x in (left, right)]
+        # Of whole numbers a product may be as large as a text may be long, which no template has use for.
+        size = {"+": sum, "*": math.prod, "**": lambda sizes: sizes[0] ** min(sizes[1], 64)}[operator](sizes)
+        if size > _CHARACTERS:
+            raise ValueError(_TOO_LONG)
+        return super().call_binop(context, operator, left, right)
+
+
+class _Limits(jinja2.visitor.NodeTransformer):
+    """Counts the turns of loops and macros, and has texts joined by `_joined`."""
+
+    def visit_For(self, node: Any) -> Any:  # noqa: N802 (Jinja's own names)
+        count = jinja2.nodes.Call(jinja2.nodes.Name("_count_turn", "load"), [], [], None, None)
+        node.body.insert(0, jinja2.nodes.Output([count]))
+        return self.generic_visit(node)
+
+    visit_Macro = visit_CallBlock = visit_For  # noqa: N815
+
+    def visit_Concat(self, node: Any) -> Any:  # noqa: N802
+        self.generic_visit(node)
+        return jinja2.nodes.Call(jinja2.nodes.Name("_joined", "load"), node.nodes, [], None, None)
+
+
+def _joined(pieces: Iterable[Any]) -> str:
+    texts, length = [], 0
+    for piece in pieces:
+        texts.append(str(piece))
+        length += len(texts[-1])
+        if length > _CHARACTERS:
+            raise ValueError(_TOO_LONG)
+    return "".join(texts)
 
 
 class _Generation(jinja2.ext.Extension):

@@ -21,14 +21,18 @@ from models import config_json
 from models.config import PRESETS, LlamaConfig
 from models.rope import RopeExtension
 from train import flags
-from train.flags import InputError, MeshShape, Source, StepRange, perhaps, perhaps_beside
+from train.flags import InputError, MeshShape, SaveEvery, Source, StepRange, perhaps, perhaps_beside
 
 Remat = Literal["attention", "offload", "offload-all", "layer", "none"]
-Strategy = Literal["auto", "balanced", "balanced_unsplit", "ring", "ulysses", "all_gather"]
+Attention = Literal[
+    "auto", "balanced", "balanced_unsplit", "ring", "ulysses", "all_gather", "hybrid", "zigzag", "burst", "rsa"
+]
+Strategy = Literal[Attention, "megatron"]
 Platform = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 Tracker = Literal["wandb", "trackio"]
 _EIGHT_WORKERS = MeshShape(seq=8)
+_HUNDRED_STEPS = SaveEvery(steps=100)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +62,8 @@ class Config:
     """Train a Llama on real text, with every sequence spread over the devices of a mesh."""
 
     mesh: Annotated[MeshShape, flags.parsed(MeshShape.parse, "data=N,seq=N,tensor=N")] = _EIGHT_WORKERS
-    """Devices per axis: data splits the batch, seq each sequence, tensor the heads and the MLP's width.
-    Parameters and optimizer are cut over all of them."""
+    """Devices per axis: data splits the batch, seq each sequence, tensor the heads and the MLP's width. Parameters
+    and optimizer are cut over all of them. seq=2x4 is seq=8, of which strategies may tell 2 parts of 4 apart."""
     model: Annotated[str | None, flags.choice(*PRESETS)] = None
     """Preset, whose fields the flags below from --vocab-size on replace; without it and --init-from: tiny."""
     init_from: Annotated[Path | None, flags.path("DIR")] = None
@@ -87,12 +91,16 @@ class Config:
     """What the backward keeps of a layer: its input and attention outputs (on the device; or these offloaded
     to the host, or with offload-all both), its input alone (layer), or everything (none)."""
     strategy: Annotated[Strategy, flags.choice(*get_args(Strategy))] = "balanced"
-    """How attention is spread over the seq axis; auto takes what is predicted to be the fastest."""
+    """How attention is spread over the seq axis; auto takes what is predicted to be the fastest. hybrid needs an
+    axis of parts, such as seq=2x4, and burst knows of them; zigzag puts the tokens of each batch into its order;
+    megatron spreads the MLP too: a worker has some of the heads and of the width, for all tokens."""
     data: tyro.conf.UseAppendAction[tuple[Annotated[Source, flags.parsed(Source.parse, "PATH[:WEIGHT]")], ...]] = ()
     """Text, .jsonl or .parquet file, folder of them, or tokens as .npy or .bin (little-endian uint16); with
     several, samples are drawn in proportion to the weights. Lines and rows hold a text, or messages, or prompt
     and completion, of which the answers alone are learned. Without it: the source files of Python's standard
     library."""
+    max_bad_lines: Annotated[int, flags.whole_or_zero] = 0
+    """Lines and rows of each source that are skipped because they hold no document; one more ends the run."""
     packing: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Attention ends where a document ends, and positions begin anew; without it documents see those before them in
     the row."""
@@ -113,12 +121,31 @@ class Config:
     """Text that samples continue; without it: the beginning of a row that is evaluated, or else trained on."""
     run_dir: Annotated[Path | None, flags.path("PATH")] = None
     """Folder of config, checkpoints, scalars and profiles; without it: runs/MODEL-HASH, by configuration."""
-    save_every: Annotated[int, flags.whole] = 100
-    """Steps between two checkpoints; the last step is always saved."""
+    save_every: Annotated[SaveEvery, flags.parsed(SaveEvery.parse, "N|TIME")] = _HUNDRED_STEPS
+    """Steps, or time such as 90s, 10m or 1h, between two checkpoints; the last step is always saved, and SIGUSR1, or a
+    file of the name SAVE in the run-dir, asks for one more."""
+    keep: Annotated[int, flags.whole] = 3
+    """Checkpoints that stay; an older one goes once a newer one is whole."""
+    checkpoint: Annotated[int | None, flags.whole] = None
+    """Step of the checkpoint to resume from, instead of the newest that is whole; newer ones are moved to later/."""
+    accept: Annotated[tuple[str, ...], flags.parsed(lambda word: tuple(word.split(",")), "NAME,NAME")] = ()
+    """Settings that may be others than those with which the run in the run-dir began, such as lr,clip-norm; data and
+    tokenizer also where their content has changed."""
     log: Annotated[Tracker | None, flags.choice(*get_args(Tracker))] = None
     """Where scalars go beside the TensorBoard files of the run-dir; each has an extra of its name."""
     profile_steps: Annotated[StepRange | None, flags.parsed(StepRange.parse, "FIRST:LAST")] = None
     """Steps to profile, both included, for `tensorboard --logdir RUN_DIR`."""
+    deterministic: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """The same bits in every run on the same devices, at some cost on GPUs; on CPUs it is so anyway."""
+    check_determinism: Annotated[int | None, flags.whole] = None
+    """Steps between two that are taken twice and compared bit by bit, the copies on all devices too; a difference ends
+    the run with exit code 5. On GPUs with --deterministic."""
+    max_bad_steps: Annotated[int, flags.whole] = 3
+    """Steps in a row without a finite loss and gradient, which change nothing, that end the run with exit code 4."""
+    stuck_after: Annotated[float, flags.at_least_zero] = 60.0
+    """Seconds after which a step that does not end ends the run with exit code 13 and the stacks of its threads, and
+    five times the median step if that is longer; 60 times as many for a compilation, 30 times for a save, a restore
+    or an evaluation. 0: never."""
     seed: Annotated[int, flags.whole_or_zero] = 0
     """Decides the initial weights and the order of the data."""
     platform: Annotated[Platform, flags.choice(*get_args(Platform))] = "auto"
@@ -172,8 +199,17 @@ class Config:
         for flag, path in (("--tokenizer", self.tokenizer), ("--eval-data", self.eval_data)):
             if path is not None and not path.exists():
                 raise InputError(f"{flag} {path}: a file or folder that exists{perhaps_beside(path)}")
+        if self.strategy == "hybrid" and self.mesh.num_nodes == 1:
+            raise InputError(f"--strategy hybrid: a seq axis of two parts in --mesh {self.mesh}, such as seq=2x4")
+        if self.strategy == "megatron" and self.mesh.tensor > 1:
+            raise InputError(f"--strategy megatron: no tensor axis in --mesh {self.mesh}, seq cuts heads and MLP")
+        if self.packing and (self.strategy == "zigzag" or (self.strategy == "burst" and self.mesh.num_nodes > 1)):
+            raise InputError(f"--strategy {self.strategy}: not with --packing, balanced takes packed documents")
         self._check_evaluation()
         self._check_processes()
+        for name in self.accept:
+            if name not in (allowed := {flags.flag_name(name)[2:] for name in _names()}):
+                raise InputError(f"--accept {name}: names of settings{perhaps(name, allowed)}")
         if self.sample_prompt is not None and self.sample_every is None:
             raise InputError(f"--sample-prompt {self.sample_prompt}: with --sample-every N")
         if self.run_dir is not None and self.run_dir.exists() and not self.run_dir.is_dir():
@@ -231,6 +267,11 @@ def parse(arguments: Sequence[str]) -> Config:
     heads = config.llama.num_key_value_heads
     if heads % config.mesh.tensor != 0:
         raise InputError(f"--mesh {config.mesh}: a tensor axis that divides the model's {heads} key/value heads")
+    heads, inner = config.llama.num_attention_heads // config.mesh.tensor, config.mesh.seq // config.mesh.num_nodes
+    if config.strategy == "hybrid" and heads < inner:
+        raise InputError(f"--strategy hybrid: at most {heads} devices, one a head, in a part of --mesh {config.mesh}")
+    if config.strategy == "zigzag" and config.llama.sliding_window is not None:
+        raise InputError("--strategy zigzag: not with --sliding-window, balanced takes windows")
     return config
 
 
@@ -298,6 +339,7 @@ def model_of(settings: dict[str, Any]) -> LlamaConfig:
 _MAY_CHANGE = {
     "steps",
     "save_every",
+    "keep",
     "profile_steps",
     "eval_data",
     "eval_every",
@@ -305,10 +347,24 @@ _MAY_CHANGE = {
     "sample_every",
     "sample_prompt",
     "log",
+    "stuck_after",
+    "max_bad_steps",
+    "check_determinism",
+}
+# How a step is computed, not what: another one goes on with the same batches, and the same losses up to rounding. The
+# default run-dir tells them apart nevertheless.
+_MAY_CHANGE_ON_RESUME = _MAY_CHANGE | {
+    "mesh",
+    "remat",
+    "strategy",
+    "accumulate",
+    "platform",
+    "deterministic",
+    "max_bad_lines",
 }
 # These are not of the training; without run_dir, a run-dir can be moved.
 _NOT_SAVED = (
-    *("overrides", "run_dir", "config", "print_config", "dry_run", "device_memory"),
+    *("overrides", "run_dir", "checkpoint", "accept", "config", "print_config", "dry_run", "device_memory"),
     *("coordinator", "num_processes", "process_id"),
 )
 
@@ -324,6 +380,7 @@ def _to_json(config: Config) -> dict[str, Any]:
         "tokenizer": config.tokenizer and str(config.tokenizer),
         "eval_data": config.eval_data and str(config.eval_data),
         "init_from": config.init_from and str(config.init_from),
+        "save_every": str(config.save_every),
         "profile_steps": config.profile_steps and str(config.profile_steps),
         "rope_scaling": config.overrides.rope_scaling and str(config.overrides.rope_scaling),
     }
@@ -369,13 +426,16 @@ def check_run_dir(config: Config, *, is_first: bool = True) -> None:
         ) from None
     if saved.get("origin") != settings["origin"] and saved.get("init_from") == settings["init_from"]:
         raise InputError(f"--init-from {config.init_from}: the config.json with which the run in {run_dir} began")
+    accepted = _MAY_CHANGE_ON_RESUME | {name.replace("-", "_") for name in config.accept} | {"origin"}
     changed = [
-        f"{flags.flag_name(name)} was {saved.get(name)} and is {settings.get(name)}"
-        for name in sorted((saved.keys() | settings.keys()) - _MAY_CHANGE - {"origin"})
-        if saved.get(name) != settings.get(name)
+        name for name in sorted((saved.keys() | settings.keys()) - accepted) if saved.get(name) != settings.get(name)
     ]
     if changed:
-        raise InputError(f"--run-dir {run_dir}: a folder of the same configuration; {', '.join(changed)}")
+        words = [f"{flags.flag_name(name)} was {saved.get(name)} and is {settings.get(name)}" for name in changed]
+        names = ",".join(flags.flag_name(name)[2:] for name in changed)
+        raise InputError(
+            f"--run-dir {run_dir}: a folder of the same configuration; {', '.join(words)}; --accept {names} goes on so"
+        )
 
 
 def open_run_dir(config: Config, *, is_first: bool = True) -> Path:

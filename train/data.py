@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +20,13 @@ from train.distributed import WHOLE, Part
 from train.flags import InputError
 from train.loss import IGNORED
 from train.report import say
-from train.sources import Document, documents, files_of, is_token_file, map_tokens
+from train.sources import BadLines, Document, documents, files_of, is_token_file, map_tokens
 from train.tokenizer import ByteTokenizer, Encoded, Tokenizer, load_tokenizer
 
 _CHECKED_AT_ONCE = 2**24
 _SECONDS_BETWEEN_NOTES = 5
+# First batches whose numbers of rows tell one order from another.
+_COMPARED = 4
 # Counts the changes of what `load` makes of the same files and tokenizer.
 _CACHE_VERSION = 2
 _BYTES = ByteTokenizer()
@@ -43,6 +45,13 @@ class Tokens:
     checksum: int
     starts: np.ndarray | None = None
 
+    @property
+    def fingerprint(self) -> str:
+        """Tells it from another stream, and a reader how."""
+        documents = "" if self.starts is None else f" in {len(self.starts):,} documents"
+        borders = 0 if self.starts is None else zlib.crc32(np.asarray(self.starts, "<i8").tobytes())
+        return f"{len(self.values):,} tokens{documents}, {self.checksum:08x}-{borders:08x}"
+
 
 def load(
     path: Path | None,
@@ -51,6 +60,7 @@ def load(
     tokenizer: Tokenizer = _BYTES,
     cache: Path | None = None,
     flag: str = "--data",
+    max_bad_lines: int = 0,
 ) -> Tokens:
     """Returns the tokens of a file or folder, or of Python's own source text where `path` is None.
 
@@ -61,6 +71,7 @@ def load(
       cache: folder in which the tokens of a tokenizer.json are kept, so that only the first call makes them;
         without it, and for bytes, they are in memory.
       flag: begins the message of an error.
+      max_bad_lines: that are no document and are skipped, which is told.
 
     Raises:
       InputError: unreadable, empty, malformed, or a token outside the vocabulary.
@@ -71,7 +82,7 @@ def load(
         if path is not None and is_token_file(path):
             values, starts, smallest = map_tokens(path), None, 0
         else:
-            values, starts = _encode(files_of(path), source, tokenizer, cache)
+            values, starts = _encode(files_of(path), source, tokenizer, cache, BadLines(max_bad_lines))
     except InputError as error:
         raise InputError(f"{flag} {error}") from None
     if len(values) < 2:
@@ -120,7 +131,7 @@ class Rows:
 
     def _start(self, index: int) -> int:
         """Of a row in the stream."""
-        return (index if self.chosen is None else int(self.chosen[index])) * self.seq_len
+        return self.number(index) * self.seq_len
 
     def _borders(self, index: int) -> np.ndarray:
         """Where documents begin inside a row, but at its start."""
@@ -151,6 +162,10 @@ class Rows:
             row["segment_ids"] = np.zeros(self.seq_len, np.int32)
             row["segment_ids"][: len(piece)] = 1 + np.cumsum(begins)
         return row
+
+    def number(self, index: int) -> int:
+        """Where a row stands in the stream, from 0."""
+        return int(index if self.chosen is None else self.chosen[index])
 
     def split(self, fraction: float, seed: int) -> tuple["Rows", "Rows"]:
         """Returns (kept, held out): the seed and a row's number alone decide where it belongs.
@@ -224,17 +239,32 @@ class Batches:
     Args:
       part: rows and columns of each batch that are read and given, those of this process; its order and
         position are those of whole batches.
+      tokenizer: the fingerprint of what made the tokens.
       spread: in which order rows, and the documents of a row, come.
     """
 
     def __init__(
-        self, shares: Sequence[Share], *, batch_size: int, seed: int, part: Part = WHOLE, spread: Spread | None = None
+        self,
+        shares: Sequence[Share],
+        *,
+        batch_size: int,
+        seed: int,
+        part: Part = WHOLE,
+        tokenizer: str | None = None,
+        spread: Spread | None = None,
     ) -> None:
         self._shares = shares
         self._part = part
         self._spread = spread
         numbers = [_numbers(i, len(share.rows), seed + i) for i, share in enumerate(shares)]
-        batches = _mix(shares, numbers).batch(batch_size, drop_remainder=True).map(self._read)
+        batches = _mix(shares, numbers).batch(batch_size, drop_remainder=True)
+        first = b"".join(np.asarray(batches[i], "<i8").tobytes() for i in range(_COMPARED))
+        self._fingerprint = {
+            "sources": [share.tokens.fingerprint for share in shares],
+            "tokenizer": tokenizer,
+            "order": zlib.crc32(first),
+        }
+        batches = batches.map(self._read)
         self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
 
     def _read(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
@@ -244,24 +274,50 @@ class Batches:
             numbers = numbers[self._spread.deal([self._shares[source].rows.lengths(row) for source, row in numbers])]
         read = [self._shares[source].rows[row] for source, row in numbers[rows]]
         read = read if self._spread is None else self._spread(read)
-        return {name: np.stack([row[name][columns] for row in read]) for name in read[0]}
+        return {name: np.stack([row[name][columns] for row in read]) for name in read[0]} | {"numbers": numbers}
 
     def __next__(self) -> dict[str, np.ndarray]:
-        return next(self._iterator)
+        batch = next(self._iterator)
+        self._numbers = batch.pop("numbers")
+        return batch
+
+    @property
+    def last(self) -> str:
+        """The rows of the batch that was given last, in the parts of all processes, by number and source."""
+        rows = [[share.rows.number(row) for i, row in self._numbers if i == j] for j, share in enumerate(self._shares)]
+        named = [(share.tokens.source, numbers) for share, numbers in zip(self._shares, rows, strict=True) if numbers]
+        return " and ".join(f"rows {', '.join(map(str, numbers))} of {source}" for source, numbers in named)
 
     @property
     def position(self) -> dict[str, Any]:
-        return {
-            "checksum": [share.tokens.checksum for share in self._shares],
-            "iterator": self._iterator.get_state(),
-        }
+        """Where it stands, and in what."""
+        return self._fingerprint | {"iterator": self._iterator.get_state()}
 
-    @position.setter
-    def position(self, position: dict[str, Any]) -> None:
-        for share, checksum in zip(self._shares, position["checksum"], strict=True):
-            if checksum != share.tokens.checksum:
+    def seek(self, position: dict[str, Any], *, accepted: Container[str] = ()) -> None:
+        """Goes to a position, in the data and the order of which it is.
+
+        Args:
+          accepted: of `data` and `tokenizer`, what may have changed.
+
+        Raises:
+          InputError: something else has changed.
+        """
+        ours, theirs = self._fingerprint, position
+        if ours["tokenizer"] != theirs["tokenizer"] and not ("tokenizer" in accepted or "data" in accepted):
+            raise InputError(
+                "--tokenizer: that of the checkpoint, but its content has changed since; --accept tokenizer goes on so"
+            )
+        if "data" not in accepted:
+            for share, kept in zip(self._shares, theirs["sources"], strict=True):
+                if (found := share.tokens.fingerprint) != kept:
+                    raise InputError(
+                        f"--data {share.tokens.source}: the data of the checkpoint, but its content has changed since "
+                        f"({found} instead of {kept}); --accept data goes on so"
+                    )
+            if ours["order"] != theirs["order"]:
                 raise InputError(
-                    f"--data {share.tokens.source}: the data of the checkpoint, but its content has changed since"
+                    "--data: rows in the order of the checkpoint, which another version of grain, or a setting that "
+                    "was accepted, has changed; --accept data goes on so"
                 )
         self._iterator.set_state(position["iterator"])
 
@@ -288,9 +344,9 @@ def open_data(config: Config, cache: Path) -> Data:
     tokenizer = load_tokenizer(folder)
     if folder is not None and tokenizer.vocab_size > vocab_size:
         raise InputError(f"--vocab-size {vocab_size}: at least {tokenizer.vocab_size}, for --tokenizer {folder}")
-    training, held_out = [], []
+    training, held_out, most = [], [], config.max_bad_lines
     for source in config.data or (None,):
-        tokens = load(source and source.path, vocab_size, tokenizer=tokenizer, cache=cache)
+        tokens = load(source and source.path, vocab_size, tokenizer=tokenizer, cache=cache, max_bad_lines=most)
         starts = starts_of(tokens, folder and tokenizer) if config.packing else None
         rows, weight = Rows(tokens.values, config.seq_len, starts=starts), source.weight if source else 1.0
         if config.eval_fraction is not None:
@@ -301,7 +357,9 @@ def open_data(config: Config, cache: Path) -> Data:
             held_out.append(Share(tokens, others, weight))
         training.append(Share(tokens, rows, weight))
     if config.eval_data is not None:
-        tokens = load(config.eval_data, vocab_size, tokenizer=tokenizer, cache=cache, flag="--eval-data")
+        tokens = load(
+            config.eval_data, vocab_size, tokenizer=tokenizer, cache=cache, flag="--eval-data", max_bad_lines=most
+        )
         starts = starts_of(tokens, folder and tokenizer) if config.packing else None
         held_out.append(Share(tokens, Rows(tokens.values, config.seq_len, starts=starts)))
     evaluated = [config.eval_data] if config.eval_data else [source.path for source in config.data]
@@ -355,18 +413,22 @@ def _mix_bits(count: int, seed: int) -> np.ndarray:
     return bits
 
 
-def _encode(files: list[Path], source: str, tokenizer: Tokenizer, cache: Path | None) -> tuple[np.ndarray, np.ndarray]:
+def _encode(
+    files: list[Path], source: str, tokenizer: Tokenizer, cache: Path | None, bad: BadLines
+) -> tuple[np.ndarray, np.ndarray]:
     """(the tokens of all documents, one after the other; where each begins); from the cache where they are kept."""
     if cache is None or isinstance(tokenizer, ByteTokenizer):
-        pieces = list(tokenizer.encode(_filled(files)))
+        pieces = list(tokenizer.encode(_filled(files, bad), bad))
+        _tell_of_skipped(bad, source)
         values = np.concatenate([piece.values for piece in pieces]) if pieces else np.zeros(0, np.uint16)
         return values, _starts([(len(piece.values), piece.is_start) for piece in pieces])
-    kept = cache / f"{_fingerprint(files, tokenizer.fingerprint)}.int32"
+    kept = cache / f"{_fingerprint(files, f'{tokenizer.fingerprint} {bad.most}')}.int32"
     starts = kept.with_suffix(".starts.npy")
     if not (kept.exists() and starts.exists()):
         total = sum(file.stat().st_size for file in files)
         sizes: list[tuple[int, bool]] = []
-        _write(kept, _with_notes(tokenizer.encode(_filled(files)), source, total, sizes))
+        _write(kept, _with_notes(tokenizer.encode(_filled(files, bad), bad), source, total, sizes))
+        _tell_of_skipped(bad, source)
         partial = starts.with_suffix(f".{os.getpid()}.npy")
         np.save(partial, _starts(sizes))
         partial.replace(starts)
@@ -379,8 +441,13 @@ def _starts(sizes: list[tuple[int, bool]]) -> np.ndarray:
     return offsets[[is_start for _, is_start in sizes]].astype(np.int64)
 
 
-def _filled(files: list[Path]) -> Iterator[Document]:
-    return (document for file in files for document in documents(file) if document.content)
+def _filled(files: list[Path], bad: BadLines) -> Iterator[Document]:
+    return (document for file in files for document in documents(file, bad) if document.content)
+
+
+def _tell_of_skipped(bad: BadLines, source: str) -> None:
+    if bad.skipped:
+        say(f"warning   {len(bad.skipped)} lines of {source} are skipped, of which the first: {bad.skipped[0]}")
 
 
 def _fingerprint(files: list[Path], tokenizer: str) -> str:

@@ -207,7 +207,9 @@ class Samples:
             raise InputError(f"--sample-prompt {settings.sample_prompt}: --tokenizer, to make tokens of it")
         else:
             self._prompt = data.tokenizer.prompt(settings.sample_prompt)
-        self._decoder = Decoder(model_maker(settings, mesh), mesh, Choice())
+        # Tokens lie in their order here, whatever the strategy that trains.
+        reading = dataclasses.replace(settings, strategy="balanced")
+        self._decoder = Decoder(model_maker(reading, mesh), mesh, Choice())
 
     def __call__(self, params: Params) -> str:
         """The end of the prompt, a bar, and how it goes on; numbers of tokens where the tokenizer is not known."""

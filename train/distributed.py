@@ -5,13 +5,17 @@ SLURM (srun), Open MPI and Kubernetes tell JAX who takes part; elsewhere --coord
 """
 
 import contextlib
+import ctypes
 import functools
 import os
+import re
+import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import jax
 import numpy as np
@@ -21,14 +25,22 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from train.config import Config
+from train.exits import Exit, Stop, one_line, tell
 from train.flags import InputError
 
 _MEETING_SECONDS = 300
 # A process that died is missed after so many seconds, by which all others end too.
-_HEARTBEAT_SECONDS = 20
-# One that leaves with an error waits so long for others, who are in a collective and wait for it.
+_HEARTBEAT_SECONDS = 10
+# At the end of a run; one that fails does not wait.
 _SHUTDOWN_SECONDS = 10
+_BARRIER_SECONDS = 300
 _FIRST_ALONE_SECONDS = 24 * 3600
+# What one process failed with may well fail all of them, and each then has a line and an exit code of its own.
+_GRACE_SECONDS = 2
+_FAILED = "what the first process failed with"
+_RESUMES = "started again, the job resumes from its newest checkpoint"
+# This process is on its way out, for a reason of its own.
+_ended = threading.Event()
 _LOOPBACK = ("localhost", "127.0.0.1")
 
 # Rows and columns of a batch.
@@ -86,13 +98,16 @@ def _cannot_meet(reason: str) -> InputError:
 def joined(job: Job | None, seconds: float = _MEETING_SECONDS) -> Iterator[None]:
     """Makes this process one of the job's for the time of a run; only the first has a stdout.
 
-    Must begin before JAX starts. Ends the process with exit code 2 and one line if they have not met in time.
+    Must begin before JAX starts. Ends the process with exit code 2 and one line if they have not met in time. What
+    one of the processes fails with ends all: itself at once, as Python's own exit would wait for the others, and
+    these within `_HEARTBEAT_SECONDS` and `_GRACE_SECONDS`, each with one line.
 
     Raises:
       InputError: process 0 cannot listen.
     """
     if job is None:
-        yield
+        with _ended_by_threads():
+            yield
         return
     host, port = _address(job)
     if job.process_id == 0:
@@ -122,10 +137,127 @@ def joined(job: Job | None, seconds: float = _MEETING_SECONDS) -> Iterator[None]
         coordinator_bind_address=job.coordinator if host in _LOOPBACK else None,
     )
     limit.cancel()
-    with _stdout_of_first():
+    client: Any = global_state.client
+    client.key_value_set(f"host/{job.process_id}", socket.gethostname())
+    _wait_before_abort()
+    if not is_first():
+        threading.Thread(target=_watch_first, args=(job,), daemon=True).start()
+    watches = [threading.Thread(target=f, args=(client, job), daemon=True) for f in (_watch_failures, _watch_lives)]
+    for watch in watches:
+        watch.start()
+    with _stdout_of_first(), _ended_by_threads():
+        try:
+            yield
+            # JAX waits for the others too as it ends, but gives up early.
+            barrier("the end of the run")
+        except BaseException as error:
+            leave(error)
+        _ended.set()
+        # Ends their calls too, in which no thread may be when Python ends.
+        jax.distributed.shutdown()
+        for watch in watches:
+            watch.join()
+
+
+@contextlib.contextmanager
+def _ended_by_threads() -> Iterator[None]:
+    """What a thread of its own fails with ends the process too: by itself Python would go on without the thread."""
+    previous, threading.excepthook = threading.excepthook, lambda failed: leave(failed.exc_value or SystemExit(1))
+    try:
         yield
-        # JAX waits for the others too as it ends, but gives up early.
-        multihost_utils.sync_global_devices("the end of the run")
+    finally:
+        threading.excepthook = previous
+
+
+def leave(error: BaseException) -> Never:
+    """Prints what ended this process, tells the others of the job, and ends it."""
+    client = global_state.client
+    # Messages break off before anyone is missed: whoever is gone, `_watch_lives` then ends this process.
+    if client is not None and isinstance(error, jax.errors.JaxRuntimeError):
+        time.sleep(_HEARTBEAT_SECONDS + 1)
+    _ended.set()
+    code = tell(error)
+    if client is not None and not isinstance(error, SystemExit):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was the first
+            name = f"process {global_state.process_id} ({socket.gethostname()})"
+            client.key_value_set(_FAILED, f"{name}: {one_line(error)}")
+        if is_first():  # without it, none could listen
+            time.sleep(_GRACE_SECONDS + 1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _watch_failures(client: Any, _: Job) -> None:
+    # Where process 0 is gone, `_watch_first` tells.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        line = client.blocking_key_value_get(_FAILED, 2**31 - 1)
+        time.sleep(_GRACE_SECONDS)
+        _end_with(line)
+
+
+def _watch_first(job: Job) -> None:
+    """JAX's client answers no more once it misses process 0; a connection of our own breaks at the same moment."""
+    while not _ended.is_set():
+        try:
+            with socket.create_connection(_address(job), timeout=_HEARTBEAT_SECONDS) as connection:
+                while connection.recv(4096):  # the server waits for a greeting and at last hangs up
+                    pass
+        except ConnectionRefusedError:
+            _end_with(f"process 0, which listens at {job.coordinator}, is gone")
+        except OSError:
+            pass
+        time.sleep(1)
+
+
+def _watch_lives(client: Any, job: Job) -> None:
+    """JAX knows who is gone after `_HEARTBEAT_SECONDS`, but would only abort, without a line that says who."""
+    everyone, hosts = list(range(job.num_processes)), {}
+    try:
+        # Returns once all who live have asked.
+        while len(live := client.get_live_nodes(everyone)) == len(everyone):
+            hosts = hosts or dict(client.key_value_dir_get("host/"))  # now: once someone is gone, JAX answers no more
+            time.sleep(1)
+    except jax.errors.JaxRuntimeError:
+        return  # as above
+    gone = ", ".join(f"process {i} ({hosts.get(f'host/{i}', 'host unknown')})" for i in everyone if i not in live)
+    _end_with(f"{gone} is gone without a word: killed, out of memory, or its host is down")
+
+
+def _wait_before_abort() -> None:
+    """Where another process is gone, JAX aborts as soon as `_watch_failures` and `_watch_lives` learn of it.
+
+    C's sleep as the handler of SIGABRT, whose number it takes for seconds, leaves them time for their line and exit
+    code. It needs nothing that the thread which aborts could hold, and the abort then goes on.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal(ctypes.c_int(signal.SIGABRT), ctypes.cast(libc.sleep, ctypes.c_void_p))
+
+
+def _end_with(line: str) -> None:
+    if not _ended.is_set():
+        print(f"error: {line}; {_RESUMES}", file=sys.stderr, flush=True)
+        os._exit(Exit.PEER_LOST)
+
+
+def barrier(name: str, seconds: float = _BARRIER_SECONDS) -> None:
+    """Waits until every process is here.
+
+    Raises:
+      Stop: not all came in time; names those that are missing.
+    """
+    client = global_state.client
+    if client is None:
+        return
+    try:
+        client.wait_at_barrier(name, int(seconds * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        if found := re.search(r"timed out task names:\s*((?:\d+\s+)+)", str(error)):
+            hosts = dict(client.key_value_dir_get("host/"))
+            missing = ", ".join(f"process {i} ({hosts[f'host/{i}']})" for i in found[1].split())
+            message = f"{name}: {missing} did not come within {seconds:g} s; {_RESUMES}"
+            raise Stop(Exit.PEER_LOST, message) from None
+        raise
 
 
 @contextlib.contextmanager
@@ -178,20 +310,25 @@ def first_alone[T](name: str, make: Callable[[], T]) -> T:
         return make()
     if not is_first():
         if client.blocking_key_value_get(name, _FIRST_ALONE_SECONDS * 1000) != "done":
-            sys.exit(2)
+            sys.exit(Exit.BAD_INPUT)
         return make()
-    outcome = "refused"
     try:
         made = make()
-        outcome = "done"
-    finally:
-        client.key_value_set(name, outcome)
+    except InputError:
+        client.key_value_set(name, "refused")
+        raise
+    client.key_value_set(name, "done")
     return made
 
 
 def any_process(flag: bool) -> bool:
     """Whether the flag is up in any process; all of them have to ask."""
-    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+    return bool(of_all(float(flag)).any())
+
+
+def of_all(*numbers: float) -> np.ndarray:
+    """The numbers of every process, a row each; all of them have to give theirs."""
+    return np.atleast_2d(multihost_utils.process_allgather(np.array(numbers, np.float32)))
 
 
 def part_of(sharding: Sharding, shape: tuple[int, int]) -> Part:

@@ -33,11 +33,15 @@ def perhaps_beside(path: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Devices per axis: `data` splits the batch, `seq` each sequence, `tensor` the heads and the MLP's width."""
+    """Devices per axis: `data` splits the batch, `seq` each sequence, `tensor` the heads and the MLP's width.
+
+    num_nodes: parts of the seq axis, slowest along the sequence, written seq=2x4.
+    """
 
     data: int = 1
     seq: int = 1
     tensor: int = 1
+    num_nodes: int = 1
 
     @property
     def num_devices(self) -> int:
@@ -45,12 +49,14 @@ class MeshShape:
 
     def __str__(self) -> str:
         tensor = f",tensor={self.tensor}" if self.tensor > 1 else ""
-        return f"data={self.data},seq={self.seq}{tensor}"
+        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
+        return f"data={self.data},seq={nodes}{self.seq // self.num_nodes}{tensor}"
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        pairs = [re.fullmatch(r"(data|seq|tensor)=([1-9]\d*)", part) for part in text.split(",")]
-        sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
+        form = re.compile(r"(data|seq|tensor)=(?:(?<=seq=)([1-9]\d*)x)?([1-9]\d*)")
+        pairs = [form.fullmatch(part) for part in text.split(",")]
+        sizes = {pair[1]: int(pair[2] or 1) * int(pair[3]) for pair in pairs if pair}
         if len(sizes) < len(pairs):
             axes = ("data", "seq", "tensor")
             unknown = next((axis for axis in re.findall(r"[^,=]+(?==)", text) if axis not in axes), "")
@@ -58,7 +64,7 @@ class MeshShape:
                 f"--mesh {text}: axes data, seq and tensor, once and at least 1 each, such as data=2,seq=4"
                 f"{perhaps(unknown, axes)}"
             )
-        return cls(**sizes)
+        return cls(**sizes, num_nodes=next((int(pair[2]) for pair in pairs if pair and pair[2]), 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +86,26 @@ class StepRange:
         if numbers is None or int(numbers[1]) > int(numbers[2]):
             raise InputError(f"--profile-steps {text}: FIRST:LAST with 1 <= FIRST <= LAST, such as 3:5")
         return cls(int(numbers[1]), int(numbers[2]))
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveEvery:
+    """Steps, or else seconds, between two checkpoints."""
+
+    steps: int | None = None
+    seconds: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.steps}" if self.steps else f"{self.seconds}s"
+
+    @classmethod
+    def parse(cls, text: str) -> "SaveEvery":
+        found = re.fullmatch(r"([1-9]\d{0,8})([smh]?)", text)
+        if found is None:
+            raise InputError(f"--save-every {text}: steps such as 500, or a time such as 90s, 10m or 1h")
+        if not found[2]:
+            return cls(steps=int(found[1]))
+        return cls(seconds=int(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +158,12 @@ def cli[Settings](
 def given(arguments: Sequence[str]) -> Set[str]:
     """The flags of a command line."""
     return set(_flags_in(arguments))
+
+
+def without(arguments: Sequence[str], *flags: str) -> list[str]:
+    """A command line without these flags, of which each has a value."""
+    pairs = zip(["", *arguments], arguments, strict=False)
+    return [word for before, word in pairs if before not in flags and word.partition("=")[0] not in flags]
 
 
 def _flags_in(arguments: Sequence[str]) -> list[str]:

@@ -1,11 +1,11 @@
-"""The training command: `python -m train.llama --mesh seq=8`; exit code 2 where an argument cannot work."""
+"""The training command: `python -m train.llama --mesh seq=8`; exit codes are those of `train.exits`."""
 
 import json
 import sys
 from collections.abc import Sequence
 
 from train.config import parse, settings_of
-from train.flags import InputError
+from train.exits import Exit, tell
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -14,20 +14,16 @@ def main(arguments: Sequence[str]) -> int:
         config = parse(arguments)
         if config.print_config:
             print(json.dumps(settings_of(config), indent=2))
-            return 0
+            return Exit.OK
         # After the parse, so that --help and a wrong flag need not wait for JAX.
         from train.distributed import find_job, joined
         from train.loop import run
 
         with joined(find_job(config)):
             run(config, command=["python", "-m", "train.llama", *arguments])
-    except InputError as error:
-        # One line also where a value, such as the name of a file, has more.
-        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    except (Exception, KeyboardInterrupt) as error:
+        return tell(error)
+    return Exit.OK
 
 
 if __name__ == "__main__":

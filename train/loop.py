@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import logging
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,19 +20,24 @@ from distflash_jax.packing import idle_share
 from distflash_jax.timeline import Timeline, simulate
 from models import huggingface
 from train import data, distributed
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, by_name, quiet
+from train.checks import BadSteps, checked
 from train.config import Config, check_run_dir, open_run_dir, run_dir_of, settings_of
 from train.decode import Samples
 from train.evaluation import Evaluation
-from train.flags import InputError, StepRange
+from train.faults import fault
+from train.flags import InputError, StepRange, without
 from train.interrupt import Interrupt
+from train.lock import locked
 from train.mesh import describe, make_mesh, peak_memory
 from train.plan import dry_run, explain_exhaustion, ideal_seconds
 from train.program import build_program
-from train.report import Clock, Report, say
+from train.report import Clock, Pace, Report, say
+from train.saving import Saver
 from train.sharding import HEADS, bytes_per_device
 from train.sinks import Sink, TensorBoard, Tracker
 from train.step import Params, Program, TrainState
+from train.watchdog import Watchdog
 
 
 def run(config: Config, command: list[str]) -> None:
@@ -42,24 +46,41 @@ def run(config: Config, command: list[str]) -> None:
     With `config.dry_run` it prints what a step needs, and that is all.
     """
     clock = Clock()
-    # Orbax logs at length what `Checkpoints.notes` says in a line.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
     flags = xla_flags.choose(num_processes=distributed.num_processes())
     xla_flags.apply(flags | (xla_flags.PROFILING if config.profile_steps is not None else {}))
+    xla_flags.apply(xla_flags.DETERMINISTIC if config.deterministic else {})
     mesh = make_mesh(config.mesh, config.platform)
     config = _resolve(config, mesh)
     if config.dry_run:
         print(dry_run(config, mesh))
         return
-    distributed.first_alone("check", lambda: check_run_dir(config) if distributed.is_first() else None)
+    with quiet(), contextlib.ExitStack() as stack:
+
+        def enter() -> None:
+            if distributed.is_first():
+                check_run_dir(config)
+                stack.enter_context(locked(run_dir_of(config), say))
+
+        distributed.first_alone("check", enter)
+        _train(config, mesh, clock, command)
+
+
+def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None:
+    """A run in a run-dir that is this one's alone."""
     with clock.phase("data"):
         opened = distributed.first_alone("data", lambda: data.open_data(config, cache=run_dir_of(config) / "tokens"))
         evaluation = _make_evaluation(config, opened)
     program = build_program(config, mesh)
     shape = (config.batch_size, config.seq_len)
     part = distributed.part_of(program.batch_sharding, shape)
+    tokenizer = opened.tokenizer and opened.tokenizer.fingerprint
     batches = data.Batches(
-        opened.training, batch_size=config.batch_size, seed=config.seed, part=part, spread=_spread(config)
+        opened.training,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        part=part,
+        tokenizer=tokenizer,
+        spread=_spread(config),
     )
     samples = Samples(config, mesh, opened) if config.sample_every else None
     run_dir = distributed.first_alone("run-dir", lambda: open_run_dir(config, is_first=distributed.is_first()))
@@ -69,14 +90,20 @@ def run(config: Config, command: list[str]) -> None:
     say(f"state     {size / 2**20:,.1f} MiB of parameters and optimizer on a device, one part of {parts:.2f}")
     with (
         explain_exhaustion(config, program, mesh),
-        Interrupt(lambda: say("stopping after this step; a second signal leaves at once")) as interrupt,
-        _open_checkpoints(run_dir, clock) as checkpoints,
+        Interrupt(
+            lambda: say("stopping after this step; a second signal leaves at once"),
+            run_dir / "SAVE" if distributed.is_first() else None,
+        ) as interrupt,
+        Watchdog(clock, config.stuck_after),
+        contextlib.closing(Checkpoints(run_dir / "checkpoints", keep=config.keep)) as checkpoints,
     ):
         start, state = _start(config, program, checkpoints, batches, clock)
         if start >= config.steps:
             say(f"finished before: {start} of {config.steps} steps are done; a larger --steps continues")
             return
-        done = start
+        done, pace, process = start, Pace(clock), jax.process_index()
+        bad_steps = BadSteps(config.max_bad_steps)
+        saver = Saver(checkpoints, config.save_every, interrupt, pace, step=start)
         with (
             Report(
                 clock,
@@ -88,34 +115,36 @@ def run(config: Config, command: list[str]) -> None:
             Profile(config.profile_steps if distributed.is_first() else None, run_dir) as profile,
         ):
             with clock.phase("compile"):
+                fault("compile", process=process)
                 take_step, evaluate = _compile(config, program, evaluation, clock)
-            while done < config.steps and not distributed.any_process(interrupt.requested):
+            stop = saver.after_step(done, state, batches.position)
+            while done < config.steps and not stop:
                 done += 1
+                fault("step", done, process)
                 with profile.step(done):
                     with clock.phase("data"):
+                        fault("data", done, process)
                         rows = next(batches)
                         batch = distributed.place(rows, program.batch_sharding, shape, part)
                     with clock.phase("step"):
-                        state, metrics = take_step(state, batch)
+                        state, metrics = take_step(done, state, batch)
                         metrics = jax.device_get(metrics)
                 metrics = {name: value.item() for name, value in metrics.items()}
-                report.step(done, metrics | _memory(mesh) | _idle(config, rows))
-                if done % config.save_every == 0:
-                    with clock.phase("save"):
-                        checkpoints.save(done, state, batches.position)
+                bad_steps.check(done, metrics, batches.last)
+                report.step(done, metrics | pace.metrics | _memory(mesh) | _idle(config, rows))
+                stop = saver.after_step(done, state, batches.position)
                 is_last = done == config.steps
                 if evaluate is not None and (is_last or done % (config.eval_every or config.steps) == 0):
                     with clock.phase("evaluate"):
+                        fault("evaluate", done, process)
                         metrics = evaluate(state)
                     report.evaluation(done, metrics)
                 if samples is not None and (is_last or done % (config.sample_every or 1) == 0):
                     with clock.phase("evaluate"):
                         text = samples(state.params)
                     report.sample(done, text)
-        if done > start and done % config.save_every != 0:
-            with clock.phase("save"):
-                checkpoints.save(done, state, batches.position)
-    _conclude(report, done, config, run_dir, command)
+        saver.finish(done, state, batches.position)
+    _conclude(report, done, config, run_dir, without(command, "--checkpoint", "--accept"))
     if memory := _memory(mesh):
         say(f"memory    {memory['peak_memory_gib']:.2f} GiB at most on a device; --dry-run tells what for")
     _tell_of_time(clock, run_dir, steps=(start + 1, done))
@@ -177,11 +206,14 @@ def _make_evaluation(config: Config, opened: data.Data) -> Evaluation | None:
 def _compile(
     config: Config, program: Program, evaluation: Evaluation | None, clock: Clock
 ) -> tuple[Callable, Callable[[TrainState], dict[str, float]] | None]:
-    """The step, compiled ahead, and the evaluation of a state if there is one, which compiles as it meets a shape."""
+    """(number, state, batch) -> the step, compiled ahead; and the evaluation of a state if there is one, which compiles
+    as it meets a shape.
+    """
     batch = program.batch_struct(config.batch_size, config.seq_len)
-    step = program.step.lower(program.state_struct, batch).compile()
+    compiled_step = program.step.lower(program.state_struct, batch).compile()
+    step = checked(compiled_step, config.check_determinism, by_name)
     if config.platform == "cuda" and config.mesh.seq > 1:
-        _tell_of_exposed(step.as_text())
+        _tell_of_exposed(compiled_step.as_text())
     if evaluation is None:
         return step, None
     compiled: dict[tuple[int, ...], Callable] = {}
@@ -281,30 +313,22 @@ def _strategy(config: Config, mesh: Mesh) -> str:
     return f"auto: {explain_strategy(q, k, mesh=mesh, spec=HEADS).chosen}"
 
 
-@contextlib.contextmanager
-def _open_checkpoints(run_dir: Path, clock: Clock) -> Iterator[Checkpoints]:
-    checkpoints = Checkpoints(run_dir / "checkpoints")
-    try:
-        yield checkpoints
-    finally:
-        with clock.phase("save"):
-            checkpoints.close()
-
-
 def _start(
     config: Config, program: Program, checkpoints: Checkpoints, batches: data.Batches, clock: Clock
 ) -> tuple[int, TrainState]:
     """Returns the steps done and the state after them, with `batches` at the batch that comes next."""
-    restored = checkpoints.restore(program.state_struct)
+    with clock.phase("restore"):
+        fault("restore", process=jax.process_index())
+        restored = checkpoints.restore(program.state_struct, step=config.checkpoint)
     for note in checkpoints.notes:
         say(note)
     if restored is None:
         with clock.phase("compile"):
             init = program.init.lower().compile()
         return 0, init() if config.init_from is None else _imported(config.init_from, program, init)
-    step, state, batches.position = restored
-    say(f"resuming after step {step}")
-    return step, state
+    batches.seek(restored.position, accepted=config.accept)
+    say(f"resuming after step {restored.step}: state {restored.checksum}")
+    return restored.step, restored.state
 
 
 def _imported(directory: Path, program: Program, init: Callable[[], TrainState]) -> TrainState:
@@ -330,7 +354,7 @@ def _tell_of_time(clock: Clock, run_dir: Path, *, steps: tuple[int, int]) -> Non
     total = sum(spent.values()) / 1e9
     say(f"time      {total:.1f} s: " + ", ".join(f"{phase} {part:.1f}" for phase, part in seconds.items()))
     if distributed.is_first():
-        with (run_dir / "time.jsonl").open("a") as file:
+        with contextlib.suppress(OSError), (run_dir / "time.jsonl").open("a") as file:
             file.write(json.dumps({"first_step": steps[0], "last_step": steps[1], "total": total, **seconds}) + "\n")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from distflash_jax.schedule import split_heads
 from train.config import Config
 from train.cost import peak_flops, step_flops, step_seconds
 from train.flags import InputError, MeshShape
@@ -88,16 +89,21 @@ def saved_activations(config: Config, mesh: Mesh) -> tuple[int, int]:
     """
     shape, model = config.mesh, config.llama
     divides = model.intermediate_size % shape.tensor == 0
+    heads, kv_heads = model.num_attention_heads // shape.tensor, model.num_key_value_heads // shape.tensor
+    if config.strategy == "megatron":  # some heads of all tokens, which are as many as all heads of some tokens
+        split = split_heads(heads, kv_heads, shape.seq)
+        heads, kv_heads = split.q_heads * shape.seq, split.kv_heads * shape.seq
     part = dataclasses.replace(
         config,
         mesh=MeshShape(),
+        strategy="balanced",
         seq_len=config.seq_len // shape.seq,
         batch_size=config.batch_size // (shape.data * config.accumulate),
         accumulate=1,
         overrides=dataclasses.replace(
             config.overrides,
-            num_attention_heads=model.num_attention_heads // shape.tensor,
-            num_key_value_heads=model.num_key_value_heads // shape.tensor,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
             intermediate_size=model.intermediate_size // (shape.tensor if divides else 1),
         ),
     )

@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
 from distflash_jax import distflash_attention, remat
 from models.config import LlamaConfig
 from models.llama import Llama
+from train import megatron
 from train.config import Config, Remat, Strategy
-from train.sharding import HEADS, TOKENS, make_gather
+from train.sharding import BLOCK_AXES, HEADS, TOKENS, make_gather
 from train.step import OptimizerConfig, Program, build
 
 _INPUT_NAME = "layer_input"
@@ -55,30 +57,55 @@ def make_model(
     dtype: DTypeLike,
     remat: Remat = "none",
     strategy: Strategy = "balanced",
+    num_nodes: int = 1,
+    deterministic: bool = False,
 ) -> Llama:
-    """A Llama whose attention is spread over the seq axis of the mesh, its heads over tensor."""
+    """A Llama whose attention is spread over the seq axis of the mesh, its heads over tensor.
+
+    num_nodes: parts of the seq axis, slowest along the sequence, that strategies over two axes tell apart.
+    """
+    options = {"remat": make_remat(remat, mesh), "dtype": dtype, "rngs": rngs}
+    if strategy == "megatron":
+        attention = functools.partial(
+            distflash_attention, mesh=mesh, axis=(), spec=megatron.HEADS, causal=True, deterministic=deterministic
+        )
+        deal = functools.partial(megatron.deal, mesh, megatron.split_of(llama, mesh))
+        gather = make_gather(mesh, dtype, deal, megatron.BLOCK_AXES)
+        return Llama(llama, attention=attention, gather=gather, projections=megatron.make_projections(mesh), **options)
+    axis = "seq" if num_nodes == 1 else ("node", "seq")
     attention = functools.partial(
         distflash_attention,
-        mesh=mesh,
-        axis="seq",
-        spec=HEADS,
+        mesh=_split_seq(mesh, num_nodes),
+        axis=axis,
+        spec=P(HEADS[0], axis, HEADS[2]),
         strategy=strategy,
         causal=True,
+        deterministic=deterministic,
     )
-    return Llama(
-        llama,
-        attention=attention,
-        remat=make_remat(remat, mesh),
-        gather=make_gather(mesh, dtype),
-        dtype=dtype,
-        rngs=rngs,
-    )
+    return Llama(llama, attention=attention, gather=make_gather(mesh, dtype), **options)
+
+
+def _split_seq(mesh: Mesh, num_nodes: int) -> Mesh:
+    """The mesh with an axis node before seq, of which it takes so many parts; the same devices in the same order."""
+    if num_nodes == 1:
+        return mesh
+    data, seq, tensor = mesh.devices.shape
+    devices = mesh.devices.reshape(data, num_nodes, seq // num_nodes, tensor)
+    return Mesh(devices, ("data", "node", "seq", "tensor"), axis_types=(AxisType.Auto,) * 4)
 
 
 def model_maker(config: Config, mesh: Mesh) -> Callable[[nnx.Rngs], Llama]:
     """What makes the model of a run from random streams."""
-    options = {"dtype": jnp.dtype(config.dtype), "remat": config.remat, "strategy": config.strategy}
-    return functools.partial(make_model, config.llama, mesh, **options)
+    return functools.partial(
+        make_model,
+        config.llama,
+        mesh,
+        dtype=jnp.dtype(config.dtype),
+        remat=config.remat,
+        strategy=config.strategy,
+        num_nodes=config.mesh.num_nodes,
+        deterministic=config.deterministic,
+    )
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:
@@ -92,7 +119,15 @@ def build_program(config: Config, mesh: Mesh) -> Program:
         z_loss=config.z_loss,
         accumulate=config.accumulate,
     )
-    return build(model_maker(config, mesh), mesh=mesh, optimizer=optimizer, seed=config.seed, is_packed=config.packing)
+    return build(
+        model_maker(config, mesh),
+        mesh=mesh,
+        optimizer=optimizer,
+        seed=config.seed,
+        is_packed=config.packing,
+        is_zigzag=config.strategy == "zigzag",
+        block_axes=megatron.BLOCK_AXES if config.strategy == "megatron" else BLOCK_AXES,
+    )
 
 
 def make_remat(name: Remat, mesh: Mesh) -> Callable[[Callable], Callable]:

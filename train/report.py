@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Self, get_args
 
+import numpy as np
 import rich.console
 import rich.progress
 
@@ -18,13 +19,14 @@ from train.sinks import Sink
 
 _AVERAGED = 10
 
-Phase = Literal["compile", "data", "step", "save", "evaluate", "other"]
+Phase = Literal["compile", "restore", "data", "step", "save", "evaluate", "wait", "other"]
 
 
 class Clock:
     """What the time since its creation went to: every moment belongs to one phase, so the parts make up the whole.
 
-    A phase inside another is no part of the outer one; what is in none is `other`.
+    A phase inside another is no part of the outer one; what is in none is `other`. `since` changes with each moment
+    at which a phase begins or ends; `step_seconds` has the last steps.
 
     Args:
       now: nanoseconds of a clock that never goes back.
@@ -33,13 +35,14 @@ class Clock:
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self._now = now
         self._spent: dict[Phase, int] = dict.fromkeys(get_args(Phase), 0)
-        self._phase: Phase = "other"
-        self._since = now()
+        self.phase_now: Phase = "other"
+        self.since = now()
+        self.step_seconds: deque[float] = deque(maxlen=20)
 
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """What is done inside belongs to this phase."""
-        outer = self._phase
+        outer = self.phase_now
         self._enter(phase)
         try:
             yield
@@ -49,13 +52,42 @@ class Clock:
     @property
     def spent(self) -> dict[Phase, int]:
         """Nanoseconds of each phase up to now."""
-        self._enter(self._phase)
+        self._enter(self.phase_now)
         return dict(self._spent)
 
     def _enter(self, phase: Phase) -> None:
         now = self._now()
-        self._spent[self._phase] += now - self._since
-        self._phase, self._since = phase, now
+        self._spent[self.phase_now] += now - self.since
+        if self.phase_now == "step" and phase != "step":
+            self.step_seconds.append((now - self.since) / 1e9)
+        self.phase_now, self.since = phase, now
+
+
+class Pace:
+    """What the processes of a run tell each other between steps: what each of them asks for, and which is slow.
+
+    All devices take a step together, so a process shows itself in what it does alone, outside of the phases step and
+    wait. `metrics` has the seconds of that, since they last asked, over the processes, and the number of the slowest.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._told = self._own_seconds()
+        self.metrics: dict[str, float] = {}
+
+    def any_of(self, *flags: bool) -> list[bool]:
+        """Whether each flag is up in any process; all of them have to ask."""
+        told, self._told = self._told, self._own_seconds()
+        with self.clock.phase("wait"):
+            *raised, seconds = distributed.of_all(*flags, self._told - told).T
+        if len(seconds) > 1:
+            values = {"min": seconds.min(), "median": np.median(seconds), "max": seconds.max()}
+            self.metrics = {f"own_seconds_{name}": float(value) for name, value in values.items()}
+            self.metrics["slowest_process"] = int(seconds.argmax())
+        return [bool(column.any()) for column in raised]
+
+    def _own_seconds(self) -> float:
+        return sum(part for phase, part in self.clock.spent.items() if phase not in ("step", "wait")) / 1e9
 
 
 class Report:
@@ -114,7 +146,8 @@ class Report:
         seconds = data_seconds + step_seconds
         self._seconds.append(seconds)
         self.speeds.append(metrics["num_tokens"] / seconds)
-        self.losses.append(metrics["loss"])
+        if math.isfinite(metrics["loss"]):
+            self.losses.append(metrics["loss"])
         left = (self._num_steps - step) * statistics.median(self._seconds)
         metrics = {"loss": metrics["loss"], "tokens_per_second": self.speeds[-1]} | metrics
         metrics |= {"step_seconds": step_seconds, "data_seconds": data_seconds}

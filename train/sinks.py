@@ -6,8 +6,9 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import tensorboardX
 
@@ -31,6 +32,9 @@ class TensorBoard:
 
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
         self._writer = tensorboardX.SummaryWriter(str(run_dir), purge_step=first_step if first_step > 1 else None)
+        # Of a disk that is full its thread would die, and then the queue of what is to be written block the run.
+        events: Any = cast(Any, self._writer.file_writer).event_writer
+        events._ev_writer = events._worker._record_writer = _Undisturbed(events._ev_writer)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -50,6 +54,31 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+class _Undisturbed:
+    """A writer of event files that tells once what its disk refuses, and goes on."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+        self._has_told = False
+
+    def write_event(self, event: Any) -> None:
+        self._try(self._writer.write_event, event)
+
+    def flush(self) -> None:
+        self._try(self._writer.flush)
+
+    def close(self) -> None:
+        self._try(self._writer.close)
+
+    def _try(self, call: Callable[..., Any], *values: Any) -> None:
+        try:
+            call(*values)
+        except OSError as error:
+            if not self._has_told:
+                print(f"warning   scalars are missing in TensorBoard's files ({error.strerror})", file=sys.stderr)
+            self._has_told = True
 
 
 class Tracker:

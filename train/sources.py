@@ -1,6 +1,7 @@
 """Documents of text, .jsonl and .parquet files and folders of them, and arrays of token files."""
 
 import dataclasses
+import itertools
 import json
 import sysconfig
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import numpy as np
 from train.flags import InputError
 
 _TOKEN_SUFFIXES = (".npy", ".bin")
+# Of bytes: a longer one would need many times its size in memory once it is read.
+_LONGEST_LINE = 2**26
 _FORMS = 'a string "text", a list "messages" of objects with a "role", or strings "prompt" and "completion"'
 
 
@@ -30,6 +33,24 @@ class Document:
     content: str | bytes | Conversation
     where: str
     size: int
+
+
+class BadLines:
+    """Skips lines, and rows of a table, that are no document, and tells of them, up to so many."""
+
+    def __init__(self, most: int = 0) -> None:
+        self.most = most
+        self.skipped: list[str] = []
+
+    def skip(self, error: InputError) -> None:
+        """Counts one.
+
+        Raises:
+          InputError: there are too many.
+        """
+        if len(self.skipped) == self.most:
+            raise InputError(f"{error}; --max-bad-lines, which is {self.most}, skips so many") from None
+        self.skipped.append(str(error))
 
 
 def is_token_file(path: Path) -> bool:
@@ -54,17 +75,17 @@ def files_of(path: Path | None) -> list[Path]:
     return files
 
 
-def documents(file: Path) -> Iterator[Document]:
-    """Yields a text file as one document, and each line of a .jsonl or row of a .parquet.
+def documents(file: Path, bad: BadLines) -> Iterator[Document]:
+    """Yields a text file as one document, and each line of a .jsonl or row of a .parquet but the bad ones.
 
     Raises:
       InputError: unreadable or malformed, in one line that begins with the file.
     """
     try:
         if file.suffix == ".jsonl":
-            yield from _lines(file)
+            yield from _lines(file, bad)
         elif file.suffix == ".parquet":
-            yield from _rows(file)
+            yield from _rows(file, bad)
         else:
             content = file.read_bytes()
             yield Document(content, str(file), len(content))
@@ -93,20 +114,35 @@ def map_tokens(path: Path) -> np.ndarray:
     return values
 
 
-def _lines(file: Path) -> Iterator[Document]:
+def _lines(file: Path, bad: BadLines) -> Iterator[Document]:
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{file}: line {number}"
-                try:
-                    row = json.loads(line)
-                # The decoder of deep nesting runs out of stack, that of bytes finds no UTF-8.
-                except (ValueError, RecursionError):
-                    raise InputError(f"{where} is a JSON object with {_FORMS}") from None
-                yield _document(row, where, f"{where} is a JSON object", len(line))
+        for number in itertools.count(1):
+            line = lines.readline(_LONGEST_LINE)
+            if not line:
+                return
+            is_whole = len(line) < _LONGEST_LINE or line.endswith(b"\n")
+            rest = line
+            while not is_whole and rest and not rest.endswith(b"\n"):
+                rest = lines.readline(_LONGEST_LINE)
+            where = f"{file}: line {number}"
+            try:
+                if not is_whole:
+                    raise InputError(f"{where} is longer than {_LONGEST_LINE:,} bytes")
+                if line.strip():
+                    yield _document(_parsed(line, where), where, f"{where} is a JSON object", len(line))
+            except InputError as error:
+                bad.skip(error)
 
 
-def _rows(file: Path) -> Iterator[Document]:
+def _parsed(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line)
+    # The decoder of deep nesting runs out of stack, that of bytes finds no UTF-8.
+    except (ValueError, RecursionError):
+        raise InputError(f"{where} is a JSON object with {_FORMS}") from None
+
+
+def _rows(file: Path, bad: BadLines) -> Iterator[Document]:
     try:
         import pyarrow  # pyright: ignore[reportMissingImports]
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
@@ -119,7 +155,10 @@ def _rows(file: Path) -> Iterator[Document]:
             batches = table.iter_batches(batch_size=1024, columns=names)
             for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
                 where = f"{file}: row {number}"
-                yield _document(_without_nulls(row), where, f"{where} is one", size)
+                try:
+                    yield _document(_without_nulls(row), where, f"{where} is one", size)
+                except InputError as error:
+                    bad.skip(error)
     except pyarrow.ArrowException as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"{file}: a readable .parquet ({reason})") from None

@@ -1,6 +1,7 @@
 """One training step, compiled once: `build` gives the functions that make, advance and judge a state."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,8 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from distflash_jax import unzigzag, zigzag
 from train.loss import IGNORED, token_losses
-from train.sharding import TOKENS, state_shardings
+from train.sharding import BLOCK_AXES, TOKENS, state_shardings
 
 Params = dict[str, Any]
 Batch = dict[str, Int32[Array, "B T"]]
@@ -28,7 +30,10 @@ class Model(Protocol):
     def head(self) -> Float32[Array, "D V"]: ...
 
     def __call__(
-        self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "... T"] | None = None,
     ) -> Float[Array, "B T D"]: ...
 
 
@@ -89,7 +94,8 @@ class Program:
     Attributes:
         init: makes the state of step 0.
         step: (state, batch) -> (state, metrics), donating the state. Metrics are `loss` (without the z-loss),
-            `num_tokens` (labels that count), `grad_norm` (before clipping) and `learning_rate`.
+            `num_tokens` (labels that count), `grad_norm` (before clipping), `learning_rate`, and `is_finite`: where
+            the loss or the gradient is not, the state comes back as it was, its step and schedule included.
         token_losses: (params, batch) -> cross entropy [B T] of every position, 0 where the label is -1.
         state_struct: shapes, dtypes and shardings of the state, for a restore.
         batch_sharding: of `batch["tokens"]` and `batch["labels"]`, int32 [B T], where labels are shifted
@@ -146,6 +152,8 @@ def build(
     seed: int = 0,
     loss_chunk: int = 1024,
     is_packed: bool = False,
+    is_zigzag: bool = False,
+    block_axes: tuple[str, ...] = BLOCK_AXES,
 ) -> Program:
     """Prepares init and step for a model on a mesh (data, seq, tensor); nothing runs or compiles yet.
 
@@ -155,6 +163,8 @@ def build(
         create_model: makes the network from its random streams.
         loss_chunk: tokens whose logits a worker holds at a time.
         is_packed: batches have segment_ids, the numbers of documents that do not see each other.
+        is_zigzag: the model takes tokens in the order of distflash_jax.zigzag, into which they are put once a batch.
+        block_axes: those that cut the weights of the model's attention and MLP.
     """
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: create_model(nnx.Rngs(seed))))
 
@@ -164,18 +174,28 @@ def build(
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
 
     struct = jax.eval_shape(init)
-    shardings = state_shardings(struct, mesh)
+    shardings = state_shardings(struct, mesh, block_axes)
     replicated, batch_sharding = NamedSharding(mesh, P()), NamedSharding(mesh, TOKENS)
     batch_names = ("tokens", "labels", *(("segment_ids",) if is_packed else ()))
     batch_shardings = dict.fromkeys(batch_names, batch_sharding)
 
-    def losses_of(params: Params, batch: Batch):
+    def losses_in_order(params: Params, batch: Batch, positions: Int32[Array, "1 T"] | None = None):
         model = nnx.merge(graphdef, nnx.State(params))
         ids = batch.get("segment_ids")
         if ids is not None:  # gathered once, so that no layer has to
             ids = jax.lax.with_sharding_constraint(ids, NamedSharding(mesh, P(TOKENS[0])))
-        hidden = model(batch["tokens"], *([] if ids is None else [ids]))
+        hidden = model(batch["tokens"], ids, positions)
         return token_losses(hidden, model.head, batch["labels"], mesh=mesh, chunk=loss_chunk)
+
+    def losses_of(params: Params, batch: Batch):
+        if not is_zigzag:
+            return losses_in_order(params, batch)
+        num_workers, length = mesh.shape["seq"], batch["tokens"].shape[1]
+        positions = jnp.arange(length, dtype=jnp.int32)[None]
+        order = lambda x, fill=0: zigzag(x, num_workers, fill=fill)
+        zigzagged = {name: order(x, IGNORED if name == "labels" else 0) for name, x in batch.items()}
+        losses = losses_in_order(params, zigzagged, order(positions))
+        return jax.tree.map(lambda x: unzigzag(x, num_workers, length=length), losses)
 
     def token_losses_of(params: Params, batch: Batch) -> Float32[Array, "B T"]:
         return losses_of(params, batch)[0]
@@ -197,8 +217,11 @@ def build(
         sums_shardings = (replicated, shardings.params)
         zeros = jax.tree.map(jnp.zeros_like, (share, state.params))
         (loss, grads), _ = jax.lax.scan(add, zeros, _split(batch, optimizer.accumulate, mesh))
-        state, metrics = _update(state, grads, optimizer)
-        return state, {"loss": loss, "num_tokens": num_tokens, **metrics}
+        updated, metrics = _update(state, grads, optimizer)
+        # Of any gradient that is not finite neither is the norm. A branch would need both states at a time.
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+        state = jax.tree.map(functools.partial(jnp.where, is_finite), updated, state)
+        return state, {"loss": loss, "num_tokens": num_tokens, **metrics, "is_finite": is_finite}
 
     return Program(
         init=jax.jit(init, out_shardings=shardings),

@@ -14,7 +14,7 @@ import tokenizers
 
 from train.chat import ChatTemplate
 from train.flags import InputError
-from train.sources import Conversation, Document
+from train.sources import BadLines, Conversation, Document
 
 SEPARATOR = 256
 """Token between two documents of byte-level text; bytes are the tokens 0 to 255."""
@@ -37,12 +37,13 @@ class ByteTokenizer:
     """One token a byte, and SEPARATOR between documents; attributes and methods as those of a FileTokenizer."""
 
     def __init__(self) -> None:
+        self.fingerprint = "bytes"
         self.vocab_size = SEPARATOR + 1
         self.start: frozenset[int] = frozenset()
         self.end = frozenset({SEPARATOR})
         self.num_bytes = (np.arange(SEPARATOR + 1) < SEPARATOR).astype(np.int32)
 
-    def encode(self, documents: Iterable[Document]) -> Iterator[Encoded]:
+    def encode(self, documents: Iterable[Document], bad: BadLines | None = None) -> Iterator[Encoded]:
         """Yields the bytes of one document after the other; refuses conversations."""
         following = iter(documents)
         document = next(following, None)
@@ -108,13 +109,13 @@ class FileTokenizer:
             self._ids("x\ny") == self._ids("x\n") + self._ids("y")
         )
 
-    def encode(self, documents: Iterable[Document]) -> Iterator[Encoded]:
+    def encode(self, documents: Iterable[Document], bad: BadLines | None = None) -> Iterator[Encoded]:
         """Yields the tokens of documents, of long ones in parts.
 
         Raises:
-          InputError: no UTF-8, or a conversation that the template has no place for.
+          InputError: no UTF-8, or a conversation that the template has no place for, in more than the bad lines.
         """
-        for parts in _groups(part for document in documents for part in self._parts(document)):
+        for parts in _groups(self._all_parts(documents, bad or BadLines())):
             encodings = self._tokenizer.encode_batch([part.text for part in parts], add_special_tokens=False)
             for part, encoding in zip(parts, encodings, strict=True):
                 ids = np.asarray(encoding.ids, np.int32)
@@ -130,6 +131,15 @@ class FileTokenizer:
         """(the next token) -> the text that it completes, "" while a character is not whole; no special tokens."""
         decoder = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
         return lambda token: decoder.step(self._tokenizer, token) or ""
+
+    def _all_parts(self, documents: Iterable[Document], bad: BadLines) -> Iterator["_Part"]:
+        for document in documents:
+            try:
+                parts = list(self._parts(document))
+            except InputError as error:
+                bad.skip(error)
+                continue
+            yield from parts
 
     def _parts(self, document: Document) -> Iterator["_Part"]:
         text, spans = self._text(document)
