@@ -6,6 +6,7 @@ The path of a call: the checks and the custom_vjp here -> the plan of a strategy
 
 import functools
 import re
+import warnings
 from typing import Any, Literal, overload
 
 import jax
@@ -170,6 +171,7 @@ def distflash_attention(
     T, S, H = q.shape[1], k.shape[1], q.shape[3]
     factor = H**-0.5 if scale is None else float(scale)
     choice = which_implementation(implementation, mesh=mesh, dtype=q.dtype, head_dim=H, scale=factor)
+    _check_kernel(choice)
     attend = functools.partial(
         _attend,
         axis=axis,
@@ -233,6 +235,12 @@ def which_implementation(
 
 def _first_device(mesh: Mesh | AbstractMesh | None):
     return mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
+
+
+def _check_kernel(choice: Choice) -> None:
+    """Warns, by Python's own rule once in a process, where a package would bring kernels in place of plain JAX."""
+    if choice.name == "xla" and "pip install" in choice.reason:
+        warnings.warn(f"attention runs in plain JAX: {choice.reason}", RuntimeWarning, stacklevel=2)
 
 
 def _check_flags(mesh: Mesh | AbstractMesh | None, num_workers: int) -> None:

@@ -116,6 +116,14 @@ def test_as_many_programs_run_as_there_are_tiles(direction, kind):
     assert launch.constants["BLOCK_H"] == 128 and launch.blocks == triton_blocks.TABLE[direction, 128, 16, 86]
 
 
+def test_a_gpu_without_jax_triton_is_told_what_brings_it(monkeypatch):
+    choice = Choice("xla", "for every platform; triton needs jax-triton: pip install 'distflash_jax[triton]'")
+    monkeypatch.setattr(attention, "which_implementation", lambda *_, **__: choice)
+    q = jnp.ones((1, 8, 1, 16))
+    with pytest.warns(RuntimeWarning, match=r"attention runs in plain JAX: .*pip install 'distflash_jax\[triton\]'"):
+        jax.eval_shape(attend(1), q, q, q)
+
+
 def test_products_of_float32_are_rounded_to_tf32_where_jax_is_told_so():
     precision = lambda: assemble_triton.find_launch("forward", 64, "float32", "full", 80).constants["PRECISION"]
     assert precision() == "ieee"

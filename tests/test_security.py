@@ -73,12 +73,13 @@ def model(tmp_path):
     return tmp_path
 
 
+@pytest.mark.timeout(300)
 def test_a_run_and_its_resume_run_nothing_of_the_files_they_read_and_listen_to_nobody(model):
     flags = (
         f"--platform cpu --mesh seq=1 --seq-len 32 --init-from {model} --data {model}/chat.jsonl --run-dir {model}/run"
     )
     command = [sys.executable, "-c", AUDITED, str(model), *flags.split()]
-    run = subprocess.run(command, env=os.environ | SECRETS, capture_output=True, text=True, cwd=ROOT, timeout=110)
+    run = subprocess.run(command, env=os.environ | SECRETS, capture_output=True, text=True, cwd=ROOT, timeout=280)
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout.splitlines()[-1])
     assert "resuming after step 1" in run.stderr

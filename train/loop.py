@@ -7,7 +7,6 @@ import json
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +25,15 @@ from train.checks import BadSteps, checked
 from train.config import Config, check_run_dir, open_run_dir, run_dir_of, settings_of
 from train.decode import Samples
 from train.evaluation import Evaluation
+from train.exits import Stop
 from train.faults import fault
-from train.flags import InputError, StepRange, without
+from train.flags import InputError, without
 from train.interrupt import Interrupt
 from train.lock import locked
 from train.mesh import describe, keep_compiled, make_mesh, peak_memory
 from train.plan import dry_run, explain_exhaustion, ideal_seconds
 from train.program import build_program
-from train.report import Clock, Pace, Report, say
+from train.report import Clock, Pace, Profile, Report, say
 from train.saving import Saver
 from train.sharding import HEADS, bytes_per_device
 from train.sinks import Sink, TensorBoard, Tracker
@@ -90,13 +90,13 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
     parts = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state_struct)) / size
     say(f"state     {size / 2**20:,.1f} MiB of parameters and optimizer on a device, one part of {parts:.2f}")
     with (
-        explain_exhaustion(config, program, mesh),
         Interrupt(
             lambda: say("stopping after this step; a second signal leaves at once"),
             run_dir / "SAVE" if distributed.is_first() else None,
         ) as interrupt,
         Watchdog(clock, config.stuck_after),
-        contextlib.closing(Checkpoints(run_dir / "checkpoints", keep=config.keep)) as checkpoints,
+        _open_checkpoints(run_dir / "checkpoints", config.keep, clock) as checkpoints,
+        explain_exhaustion(config, program, mesh),
     ):
         start, state = _start(config, program, checkpoints, batches, clock)
         if start >= config.steps:
@@ -151,35 +151,20 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
     _tell_of_time(clock, run_dir, steps=(start + 1, done))
 
 
-class Profile:
-    """Writes the steps of a range as one XLA profile, which TensorBoard finds in the run-dir."""
-
-    def __init__(self, steps: StepRange | None, run_dir: Path) -> None:
-        self._steps = steps
-        self._run_dir = run_dir
-        self._is_running = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_running:
-            self._stop()
-
-    @contextlib.contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Marks a step; the profile begins before the first and ends after the last of the range."""
-        if self._steps is not None and number in self._steps and not self._is_running:
-            jax.profiler.start_trace(self._run_dir)
-            self._is_running = True
-        with jax.profiler.StepTraceAnnotation("train", step_num=number):
-            yield
-        if self._steps is not None and self._is_running and number == self._steps.last:
-            self._stop()
-
-    def _stop(self) -> None:
-        self._is_running = False
-        jax.profiler.stop_trace()
+@contextlib.contextmanager
+def _open_checkpoints(folder: Path, keep: int, clock: Clock) -> Iterator[Checkpoints]:
+    """Waits at the end for the save that is under way."""
+    checkpoints = Checkpoints(folder, keep=keep)
+    try:
+        yield checkpoints
+    except Exception as error:
+        # That save needs all processes, of which this one is to tell the others first.
+        if distributed.num_processes() > 1 and not isinstance(error, Stop):
+            distributed.leave(error)
+        raise
+    finally:
+        with clock.phase("save"):
+            checkpoints.close()
 
 
 def _resolve(config: Config, mesh: Mesh) -> Config:

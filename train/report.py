@@ -1,4 +1,4 @@
-"""Progress: a live line on a terminal, a JSON line a step elsewhere, scalars in any case, and where the time went."""
+"""Progress: a live line on a terminal, a JSON line a step elsewhere, scalars always; where the time went; profiles."""
 
 import contextlib
 import json
@@ -8,13 +8,16 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Literal, Self, get_args
 
+import jax
 import numpy as np
 import rich.console
 import rich.progress
 
 from train import distributed
+from train.flags import StepRange
 from train.sinks import Sink
 
 _AVERAGED = 10
@@ -195,6 +198,37 @@ class Report:
             f"(mean of the last {len(last)} of {len(self.losses)} steps), "
             f"{statistics.median(self.speeds):,.0f} tokens/s"
         )
+
+
+class Profile:
+    """Writes the steps of a range as one XLA profile, which TensorBoard finds in the run-dir."""
+
+    def __init__(self, steps: StepRange | None, run_dir: Path) -> None:
+        self._steps = steps
+        self._run_dir = run_dir
+        self._is_running = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_running:
+            self._stop()
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Marks a step; the profile begins before the first and ends after the last of the range."""
+        if self._steps is not None and number in self._steps and not self._is_running:
+            jax.profiler.start_trace(self._run_dir)
+            self._is_running = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+            yield
+        if self._steps is not None and self._is_running and number == self._steps.last:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._is_running = False
+        jax.profiler.stop_trace()
 
 
 def say(sentence: str) -> None:

@@ -31,7 +31,9 @@ class TensorBoard:
     """Event files in the run-dir; what an earlier session wrote of `first_step` and later ones is taken back."""
 
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
-        self._writer = tensorboardX.SummaryWriter(str(run_dir), purge_step=first_step if first_step > 1 else None)
+        self._writer = tensorboardX.SummaryWriter(
+            str(run_dir), purge_step=first_step if first_step > 1 else None, flush_secs=10
+        )
         # Of a disk that is full its thread would die, and then the queue of what is to be written block the run.
         events: Any = cast(Any, self._writer.file_writer).event_writer
         events._ev_writer = events._worker._record_writer = _Undisturbed(events._ev_writer)
