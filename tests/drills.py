@@ -312,13 +312,8 @@ def stop_by(number: signal.Signals, fault: str) -> Callable[[Lab], None]:
 
 
 def stop_while_compiling(lab: Lab) -> None:
-    child = lab.start("--steps", str(STEPS))
-    said = ""
-    while not said.startswith("state "):
-        said = child.stderr.readline()
-    child.send_signal(signal.SIGTERM)
-    stopped = lab.end(child)
-    assert stopped.code == 0 and not stopped.lines
+    stopped = lab.train(fault="compile,term")
+    assert not stopped.lines
     assert f"stopped after step 0 of {STEPS}" in stopped.said
     lab.train()
     lab.assert_exact()
