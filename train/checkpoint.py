@@ -106,7 +106,8 @@ class Checkpoints:
         self._remove_leftovers()
         steps = self._steps()
         if step is not None and step not in steps:
-            raise InputError(f"--checkpoint {step}: one of the steps {steps} in {self._directory.parent}")
+            allowed = f"one of the steps {steps}" if steps else "left out, as there is no checkpoint"
+            raise InputError(f"--checkpoint {step}: {allowed} in {self._directory.parent}")
         candidates = steps if step is None else [step]
         for index, candidate in enumerate(candidates):
             found, reason = self._load_everywhere(candidate, state_struct)
