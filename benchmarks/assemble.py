@@ -28,7 +28,7 @@ from benchmarks import plugin
 from benchmarks.kernel import OURS, block_functions, random_inputs
 from benchmarks.tune import label, make_case, title
 from pallas_kernels import IMPLEMENTATIONS
-from pallas_kernels.block_sizes import CANDIDATES, HEAD_DIMS, KINDS, TABLE, Blocks, Key
+from pallas_kernels.block_sizes import ALL_KINDS, CANDIDATES, HEAD_DIMS, TABLE, Blocks, Key
 
 DIRECTIONS = ("forward", "backward", "dq")
 SERIALIZED = {"C7512", "C7513", "C7514"}
@@ -96,7 +96,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directions", nargs="*", choices=DIRECTIONS, default=DIRECTIONS)
     parser.add_argument("--head-dims", nargs="*", type=int, choices=HEAD_DIMS, default=HEAD_DIMS)
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="of mask")
+    parser.add_argument("--kinds", nargs="*", choices=ALL_KINDS, default=ALL_KINDS, help="of mask")
     parser.add_argument("--candidates", action="store_true")
     parser.add_argument("--plugin", type=Path, help="xla_cuda_plugin.so")
     arguments = parser.parse_args()
@@ -107,7 +107,8 @@ def main():
     num_serialized = 0
     with tempfile.TemporaryDirectory() as folder:
         plugin.make_driver(Path(folder))
-        for key in itertools.product(arguments.directions, arguments.head_dims, ("bfloat16",), arguments.kinds):
+        keys = itertools.product(arguments.directions, arguments.head_dims, ("bfloat16",), arguments.kinds)
+        for key in filter(TABLE.__contains__, keys):
             others = CANDIDATES.get(key[:2], ()) if arguments.candidates else ()
             for blocks in (TABLE[key], *others):
                 for module in modules(key, blocks):

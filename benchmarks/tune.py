@@ -27,7 +27,7 @@ from benchmarks.kernel import WORK, Function, block_functions, compile_all, rand
 from benchmarks.peers import one_line
 from distflash_jax import which_implementation
 from pallas_kernels import IMPLEMENTATIONS, block_sizes, triton_blocks
-from pallas_kernels.block_sizes import KINDS
+from pallas_kernels.block_sizes import ALL_KINDS, SHORT, SHORT_KEYS
 
 GAIN = 1.02  # how much faster than the entry of the table its successor is, at least
 Key = tuple[Any, ...]
@@ -40,13 +40,18 @@ TABLES: Mapping[str, tuple[Mapping[Any, Any], Mapping[tuple[str, int], tuple[Any
 def find_keys(implementation: str, dtype: str, compute_capability: str) -> list[Key]:
     """The entries of a table that have candidates, for this dtype and GPU."""
     table, candidates = TABLES[implementation]
-    places = {(jnp.dtype(dtype).itemsize * 8, triton_blocks.kind_of(compute_capability))} | {(dtype, x) for x in KINDS}
+    places = {(dtype, kind) for kind in ALL_KINDS}
+    places |= {(jnp.dtype(dtype).itemsize * 8, triton_blocks.kind_of(compute_capability))}
     return [key for key in table if key[:2] in candidates and key[2:] in places]
 
 
 def make_case(key: Key, tokens: int, heads: int) -> Case:
-    """A call for which this entry is looked up: a window of a quarter of the tokens, documents until they are full."""
+    """A call for which this entry is looked up: a window of a quarter of the tokens, documents until they are full.
+
+    The short kind is causal and has few tokens; no other kind is it from 16K tokens on.
+    """
     _, head_dim, _, kind = key
+    tokens = min(tokens, SHORT_KEYS) if kind == SHORT else tokens
     window = tokens // 4 if kind == "window" else None
     ends = itertools.accumulate(itertools.cycle(DOCUMENTS))
     lengths = np.diff([*itertools.takewhile(lambda end: end < tokens, ends), tokens], prepend=0).tolist()
@@ -132,7 +137,7 @@ def main():
     parser.add_argument("--implementation", choices=TABLES, help="default: the one that distflash_attention takes here")
     parser.add_argument("--directions", nargs="*", help="default: all, such as forward and backward")
     parser.add_argument("--head-dims", nargs="*", type=int, help="default: all")
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="of mask")
+    parser.add_argument("--kinds", nargs="*", choices=ALL_KINDS, default=ALL_KINDS, help="of mask")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--heads", type=int, default=16)

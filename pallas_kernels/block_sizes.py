@@ -18,10 +18,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_kernels.masks import Mask
+
 SHARED_MEMORY = 227 * 1024  # bytes that one thread block may have on sm90
 ALIGNMENT = 1024  # of each array in shared memory
 HEAD_DIMS = (64, 128, 192, 256)  # others are padded to the next
 KINDS = ("full", "causal", "window", "segments")
+SHORT = "short"  # one more kind of the forward: without segments, and a query sees fewer keys in the mean than
+SHORT_KEYS = 4096
+ALL_KINDS = (*KINDS, SHORT)
 FILE_VARIABLE = "DISTFLASH_BLOCK_SIZES"
 
 
@@ -30,12 +35,14 @@ class ForwardBlocks:
     """How a thread block of the forward is laid out.
 
     warpgroups: those that compute, 64 query rows each. keys: of a tile. stages: tiles of K and of V in shared memory.
+    keeps_top: a running maximum is replaced only by one that is much larger, and sums are rescaled only then.
     compute_registers, copy_registers: a thread's; 64K a thread block, in multiples of 8.
     """
 
     warpgroups: int = 2
     keys: int = 128
     stages: int = 2
+    keeps_top: bool = True
     compute_registers: int = 240
     copy_registers: int = 24
 
@@ -48,6 +55,7 @@ class BackwardBlocks:
     half of the head dim fills whole rows. staging: columns of dq, dk, dv that leave at a time.
     splits_keys: each warpgroup takes 64 of 128 keys, with all columns of dk and dv; without, both take the same 64 keys
     and half of the columns, the scores twice: where the sums would not fit in registers otherwise.
+    cluster: thread blocks, of neighbouring keys, to all of which the copy engine gives the same tiles of q and dout.
     has_prefetch: the next tile's scores are made while this one's gradients are; it takes registers. is_frugal: fewer
     registers, since P' dO ends before dq begins and dS' is read from shared memory.
     """
@@ -56,6 +64,7 @@ class BackwardBlocks:
     swizzle: int = 128
     staging: int = 64
     splits_keys: bool = True
+    cluster: int = 1
     has_prefetch: bool = False
     is_frugal: bool = False
     compute_registers: int = 240
@@ -66,8 +75,8 @@ Blocks = ForwardBlocks | BackwardBlocks
 Key = tuple[str, int, str, str]  # direction (dq: of the deterministic backward), head dim, dtype, kind of mask
 
 _FORWARD = {
-    64: ForwardBlocks(warpgroups=3, stages=3, compute_registers=160, copy_registers=32),
-    128: ForwardBlocks(),
+    64: ForwardBlocks(warpgroups=3, stages=3, keeps_top=False, compute_registers=160, copy_registers=32),
+    128: ForwardBlocks(warpgroups=3, keys=80, stages=3, compute_registers=160, copy_registers=32),
     192: ForwardBlocks(keys=64),
     256: ForwardBlocks(keys=64),
 }
@@ -83,14 +92,21 @@ _BACKWARD = {
     192: BackwardBlocks(swizzle=64, staging=96, splits_keys=False),
     256: BackwardBlocks(staging=32, splits_keys=False, is_frugal=True),
 }
+_OTHERS: Mapping[tuple[str, int, str], Blocks] = {
+    # Smaller tiles of rows, of which there are more, where each sees few keys.
+    ("forward", 128, SHORT): ForwardBlocks(),
+    ("forward", 128, "segments"): ForwardBlocks(),
+    # Without a mask blocks fall out of step, and share less of the L2 cache, unless clusters hold them together.
+    ("backward", 64, "full"): replace(_BACKWARD[64], cluster=2),
+    ("backward", 256, "full"): replace(_BACKWARD[256], cluster=2),
+    ("backward", 256, "segments"): BackwardBlocks(stages=1, splits_keys=False, is_frugal=True),
+}
 TABLE: Mapping[Key, Blocks] = {
-    (direction, head_dim, dtype, kind): blocks[head_dim]
+    (direction, head_dim, dtype, kind): _OTHERS.get((direction, head_dim, kind), blocks[head_dim])
     for (direction, blocks), head_dim, dtype, kind in itertools.product(
-        (("forward", _FORWARD), ("backward", _BACKWARD), ("dq", _DQ)), HEAD_DIMS, ("bfloat16", "float16"), KINDS
+        (("forward", _FORWARD), ("backward", _BACKWARD), ("dq", _DQ)), HEAD_DIMS, ("bfloat16", "float16"), ALL_KINDS
     )
-} | {
-    ("backward", 256, dtype, "segments"): BackwardBlocks(stages=1, splits_keys=False, is_frugal=True)
-    for dtype in ("bfloat16", "float16")
+    if direction == "forward" or kind != SHORT
 }
 # What the tune command tries, beside the entry of the table.
 CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
@@ -100,7 +116,7 @@ CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
         ForwardBlocks(keys=192),
         ForwardBlocks(keys=192, stages=3),
     ),
-    ("forward", 128): (ForwardBlocks(keys=64, stages=4),),
+    ("forward", 128): (_FORWARD[128], ForwardBlocks(), replace(_FORWARD[128], keys=64, stages=4)),
     ("forward", 192): (ForwardBlocks(keys=64, stages=3),),
     ("forward", 256): (),
     ("backward", 64): (
@@ -123,6 +139,12 @@ def padded_head_dim(head_dim: int, sizes: tuple[int, ...] = HEAD_DIMS) -> int:
         if head_dim <= size:
             return size
     raise ValueError(f"head dim {head_dim}: must be at most {sizes[-1]}")
+
+
+def forward_kind(mask: Mask, num_keys: int) -> str:
+    """Of a mask over so many keys, as the forward's entries of the table have it."""
+    seen = min(num_keys // (2 if mask.is_causal else 1), mask.window or num_keys)
+    return SHORT if seen < SHORT_KEYS and mask.kind != "segments" else mask.kind
 
 
 def find(direction: str, head_dim: int, dtype: DTypeLike, kind: str) -> Any:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import block_sizes, hopper_dq
 from pallas_kernels.block import Box, Gradients, Operand, check_softcap, vary_like
 from pallas_kernels.block_sizes import BackwardBlocks
-from pallas_kernels.hopper_keys import COMPUTE_WARPGROUPS, KEYS_PER_WARPGROUP, Plan, Worker
+from pallas_kernels.hopper_keys import COMPUTE_WARPGROUPS, KEYS_PER_WARPGROUP, MEMBER, Plan, Worker
 from pallas_kernels.hopper_rows import COPY_ROWS, LOG2_E, ROWS, store_rows
 from pallas_kernels.masks import Mask, Scalar
 
@@ -77,8 +77,10 @@ def backward(
     k_stop = jnp.minimum(mask.k_stop, mask.k_start + keys.box.num_rows)  # behind the box lies no key of this task
     scalars = [mask.q_start, mask.k_start, k_stop, queries.is_peer, keys.is_peer]
     scalars = jnp.stack([jnp.asarray(x, jnp.int32) for x in scalars])
-    table = mask.query_tiles(queries.box.num_rows, ROWS, keys.box.num_rows, plan.keys_per_tile)
-    q_ids, *k_ids = mask.tile_segments(ROWS, plan.keys_per_tile) if plan.has_segments else (None,)
+    num_keys = plan.keys_per_tile * plan.blocks.cluster
+    table = mask.query_tiles(queries.box.num_rows, ROWS, keys.box.num_rows, num_keys)
+    q_ids, *k_ids = mask.tile_segments(ROWS, num_keys) if plan.has_segments else (None,)
+    k_ids = [ids.reshape(plan.B, plan.num_key_tiles, plan.keys_per_tile) for ids in k_ids]
     stats = _stats(queries._replace(own=queries.own[2:], peer=queries.peer and queries.peer[2:]), q_ids, plan)
     operands = (rows.own, rows.peer or (), columns.own, columns.peer or ())
     # The interpreter cannot add in memory: there every key tile gets a dq of its own.
@@ -92,8 +94,10 @@ def backward(
         partial(_kernel, plan=plan),
         out_type=(gradient, gradient),
         scratch_types=(scratch,),
-        grid=(plan.B * plan.K * plan.num_key_tiles,),
-        grid_names=("block",),
+        grid=(plan.B * plan.K * plan.num_key_tiles // plan.blocks.cluster,),
+        grid_names=("cluster",),
+        cluster=(plan.blocks.cluster,),
+        cluster_names=(MEMBER,),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -138,13 +142,14 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
     take = lambda is_there: tuple(refs.pop(0) for _ in range(2)) if is_there else None
     own_queries, peer_queries = take(True), take(plan.has_peer_queries)
     own_keys, peer_keys = take(True), take(plan.has_peer_keys)
-    batch, kv_head, key_tile = plan.place(lax.axis_index("block"))
+    batch, kv_head, keys = plan.place(lax.axis_index("cluster"))
+    key_tile = keys * plan.blocks.cluster + lax.axis_index(MEMBER)
     warpgroup = lax.axis_index("warpgroup")
     column = key_tile * plan.keys_per_tile
     mask = Mask(scalars_ref[0], scalars_ref[1], scalars_ref[2], plan.is_causal, plan.window)
     # + 0: inside shard_map what is read is typed as varying over the mesh, what is computed here is not, and a loop
     # must count in one type.
-    tiles = [table_ref[batch if plan.has_segments else 0, key_tile, i] + 0 for i in range(4)]
+    tiles = [table_ref[batch if plan.has_segments else 0, keys, i] + 0 for i in range(4)]
     start, full_start, full_stop, stop = tiles
     tiles_per_head = stop - start
     group = plan.N // plan.K
@@ -170,6 +175,9 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
             @pl.when(number >= plan.blocks.stages)
             def wait():  # also after the last copy, so that every arrival on a barrier has been seen when it goes away
                 plgpu.barrier_wait(scratch.empty.at[slot])
+                # A copy goes to all CTAs of the cluster: there has to be room in each.
+                plgpu.barrier_arrive(scratch.free.at[slot])
+                plgpu.barrier_wait(scratch.free.at[slot])
 
             @pl.when(number < num_tiles)
             def issue():
@@ -179,8 +187,8 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
                 def copy_rows(refs, row, head):
                     rows = pl.ds(row + tile * ROWS, ROWS)
                     for ref, tiles in zip(refs, (scratch.q, scratch.dout), strict=True):
-                        at = (batch, rows, head + q_head)
-                        plgpu.copy_gmem_to_smem(ref.at[at], tiles.at[slot], scratch.full.at[slot])
+                        source, target = ref.at[batch, rows, head + q_head], tiles.at[slot]
+                        plgpu.copy_gmem_to_smem(source, target, scratch.full.at[slot], collective_axes=MEMBER)
 
                 _choose(scalars_ref[3], own_queries, peer_queries, plan.q_box, copy_rows)
                 stats = stats_ref.at[batch, q_head, tile]

@@ -9,14 +9,19 @@ Source: FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, scf, vector
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -27,6 +32,7 @@ from pallas_kernels.hopper_rows import LOG2_E, ROWS, Layout, Task, across_column
 from pallas_kernels.masks import Mask
 
 LANES = 8  # columns of the narrowest array in registers
+TOP_SLACK = 8  # in units of log 2: weights grow to 256 before a running maximum is replaced
 
 
 def forward(
@@ -124,6 +130,8 @@ def _compute(
         if seen is not None:
             scores = jnp.where(seen, scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+        if blocks.keeps_top:
+            new_top = jnp.where(new_top > top + TOP_SLACK, new_top, top)
         shift = new_top
         if seen is not None:  # a row that has seen nothing yet: avoids inf - inf
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -143,8 +151,6 @@ def _compute(
         slot, slot_before = lax.rem(i, blocks.stages), lax.rem(i - 1, blocks.stages)
 
         def products(acc_ref: Any, p: Any, scores_ref: Any) -> tuple[Array, ...]:
-            plgpu.barrier_wait(v_full.at[slot_before])
-            plgpu.barrier_wait(k_full.at[slot])
             plgpu.wgmma(scores_ref, q_tile, k_smem.at[slot].transpose((1, 0)))
             plgpu.wgmma(acc_ref, p, v_smem.at[slot_before])
             scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
@@ -157,8 +163,13 @@ def _compute(
             # assembler would run all products one after the other.
             return new_top, new_total, lax.optimization_barrier(new_p).astype(q_smem.dtype), decay
 
+        # Before the accumulator is there: the compiler leaves out its zeros where a product follows them at once.
+        plgpu.barrier_wait(v_full.at[slot_before])
+        plgpu.barrier_wait(k_full.at[slot])
         scoped = lambda acc_ref, p: pl.run_scoped(partial(products, acc_ref, p), plgpu.ACC(shape, jnp.float32))
         acc, (top, total, p, decay) = _accumulate(scoped, acc, p, left_smem, (top, total, p, top))
+        if blocks.keeps_top and not layout.is_interpreted:
+            return _multiply_where_needed(acc, decay), top, total, p
         return acc * across_columns(decay, acc.shape), top, total, p
 
     def last_product(acc_ref: Any, p: Any) -> tuple[()]:
@@ -183,6 +194,34 @@ def _compute(
     acc, _ = _accumulate(last_product, acc, p, left_smem, ())
     plgpu.barrier_arrive(v_empty.at[slot])
     return acc, top, total.sum(axis=1)
+
+
+def _multiply_where_needed(acc: Float[Array, "rows H"], factor: Float[Array, " rows"]) -> Float[Array, "rows H"]:
+    """acc times a factor for each row; a warp does nothing where all factors of its rows are 1, as they mostly are.
+
+    Pallas has branches of whole warpgroups only, which would have to wait for each other.
+    """
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout.reduce(1)),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=layout),
+    )
+    def multiply(_: Any, acc: Any, factor: Any) -> Any:
+        flags = [vector.extract(flag, [], [0]) for flag in (factor != 1.0).registers.flat]
+        vote = "vote.sync.any.pred $0, $1, 0xffffffff;"
+        is_needed = utils.inline_ptx(vote, reduce(arith.ori, flags), result_types=flags[0].type, convergent=True)
+        registers = list(acc.registers.flat)
+        branch = scf.IfOp(is_needed, [register.type for register in registers], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            product = acc * factor.broadcast_in_dim(acc.shape, (0,), acc.layout)
+            scf.YieldOp(list(product.registers.flat))
+        with ir.InsertionPoint(branch.else_block):
+            scf.YieldOp(registers)
+        results = np.array(branch.results, dtype=object).reshape(acc.registers.shape)
+        return mgpu.FragmentedArray(_registers=results, _layout=acc.layout, _is_signed=acc.is_signed)
+
+    return multiply(acc, factor)
 
 
 def _accumulate(

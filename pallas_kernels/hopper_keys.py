@@ -30,6 +30,7 @@ from pallas_kernels.masks import Mask, Scalar
 
 COMPUTE_WARPGROUPS = 2
 KEYS_PER_WARPGROUP = 64
+MEMBER = "member"  # the axis of CTAs in a cluster
 
 
 class Scratch(NamedTuple):
@@ -51,6 +52,7 @@ class Scratch(NamedTuple):
     full: jax.Ref
     empty: jax.Ref
     dscores_full: jax.Ref
+    free: jax.Ref
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Plan:
 
     @property
     def num_key_tiles(self) -> int:
-        return pl.cdiv(self.S, self.keys_per_tile)
+        """A multiple of the cluster: the last one may have no key."""
+        return pl.cdiv(self.S, self.keys_per_tile * self.blocks.cluster) * self.blocks.cluster
 
     @property
     def section(self) -> int:
@@ -98,11 +101,14 @@ class Plan:
         """
         return largest_divisor(self.B * self.K, max(2, L2_BYTES // (8 * self.T * self.H)))
 
-    def place(self, block: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-        """(batch, kv_head, key_tile) of a CTA; in a section the first keys, of which causal queries see most, first."""
-        section, rest = divide(block, self.section * self.num_key_tiles)
-        key_tile, head = divide(rest, self.section)
-        return *divide(section * self.section + head, self.K), key_tile
+    def place(self, cluster: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+        """(batch, kv_head, keys) of a cluster, keys in units of what all its CTAs take.
+
+        In a section the first keys, of which causal queries see most, come first.
+        """
+        section, rest = divide(cluster, self.section * (self.num_key_tiles // self.blocks.cluster))
+        keys, head = divide(rest, self.section)
+        return *divide(section * self.section + head, self.K), keys
 
     @property
     def keys_per_tile(self) -> int:
@@ -130,6 +136,7 @@ class Plan:
             full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             empty=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages),
             dscores_full=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
+            free=plgpu.ClusterBarrier(collective_axes=(MEMBER,), num_barriers=stages),
         )
 
 
@@ -222,30 +229,43 @@ class Worker:
         if plan.has_dq and blocks.splits_keys:
             plgpu.barrier_arrive(scratch.dscores_full)
 
-        def products(dq_ref, next_ref=None):
-            self.multiply(self.dv_ref, weights, dout.at[:, self.columns])
-            if blocks.is_frugal:
-                plgpu.wgmma_wait(0)
-            if next_ref is not None:
-                pl.when(has_next)(lambda: plgpu.barrier_wait(scratch.full.at[next_slot]))
-                self.issue_scores(next_ref, keys, next_slot)
+        def issue_next(next_ref) -> Array:
+            self.issue_scores(next_ref, keys, next_slot)
+            products()
+            return plgpu.wgmma_accumulator_load(next_ref, wait_n=0)
+
+        def products() -> None:
             if plan.has_dq and blocks.splits_keys:
                 plgpu.barrier_wait(scratch.dscores_full)
             if plan.has_dq:
-                plgpu.wgmma(dq_ref, dscores_tile.transpose((1, 0)), scratch.k.at[:, dq_columns])
-            plgpu.wgmma(self.dk_ref, own_scores if has_shared_scores else dscores, q.at[:, self.columns])
-            if plan.has_dq:  # wait_n=1: it is on its way to memory while dS' Q is made
-                dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
-                store_rows(dq, scratch.staging.at[self.warpgroup], dq_at, None if plan.is_interpreted else "add")
+                pl.run_scoped(issue_dq, plgpu.ACC((ROWS, plan.H // 2), jnp.float32))
+            else:
+                issue_dk()
             plgpu.wgmma_wait(0)
-            next_scores = None if next_ref is None else plgpu.wgmma_accumulator_load(next_ref, wait_n=0)
-            plgpu.barrier_arrive(scratch.empty.at[slot])
-            return next_scores
 
-        accumulators = [plgpu.ACC((ROWS, plan.H // 2), jnp.float32)]
+        def issue_dq(dq_ref) -> None:
+            plgpu.wgmma(dq_ref, dscores_tile.transpose((1, 0)), scratch.k.at[:, dq_columns])
+            issue_dk()
+            # wait_n=1: it is on its way to memory while dS' Q is made
+            dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
+            store_rows(dq, scratch.staging.at[self.warpgroup], dq_at, None if plan.is_interpreted else "add")
+
+        def issue_dk() -> None:
+            plgpu.wgmma(self.dk_ref, own_scores if has_shared_scores else dscores, q.at[:, self.columns])
+
+        # Accumulators begin after the waits: a product that follows its zeros starts from nothing, and the compiler
+        # writes none.
+        self.multiply(self.dv_ref, weights, dout.at[:, self.columns])
+        if blocks.is_frugal:
+            plgpu.wgmma_wait(0)
+        next_scores = None
         if blocks.has_prefetch:
-            accumulators.append(plgpu.ACC(self.shape, jnp.float32))
-        return pl.run_scoped(products, *accumulators)
+            pl.when(has_next)(lambda: plgpu.barrier_wait(scratch.full.at[next_slot]))
+            next_scores = pl.run_scoped(issue_next, plgpu.ACC(self.shape, jnp.float32))
+        else:
+            products()
+        plgpu.barrier_arrive(scratch.empty.at[slot])
+        return next_scores
 
     def weights(self, scores: Array, lse) -> tuple[Array, Array | None]:
         """exp of the scores less lse, and what a softcap multiplies their derivative by."""

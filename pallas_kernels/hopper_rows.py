@@ -22,6 +22,7 @@ from pallas_kernels.block_sizes import ForwardBlocks
 from pallas_kernels.masks import Mask
 
 COPY_ROWS = 8  # height of the tiles in which the copy engine reads and writes
+COPY_COLUMNS = 32  # float32 numbers of a row of such a tile
 ROWS = 64  # of one wgmma instruction, which one warpgroup issues
 STAGED_BYTES = 128  # of a row of results that are in shared memory at a time
 LOG2_E = math.log2(math.e)
@@ -93,6 +94,7 @@ def prepare(
         raise ValueError(f"scale={scale}: must be positive, the running maximum is taken before scaling")
     check_softcap(softcap)
     num_rows, num_keys = queries.box.num_rows, keys.box.num_rows
+    kind = block_sizes.forward_kind(mask, num_keys) if direction == "forward" else mask.kind
     H = block_sizes.padded_head_dim(q.shape[-1])
     queries, keys = queries.aligned(COPY_ROWS), keys.aligned(COPY_ROWS)
     if q.shape[-1] != H:
@@ -103,7 +105,7 @@ def prepare(
         has_peer=(queries.peer is not None, keys.peer is not None),
         is_causal=mask.is_causal, window=mask.window, has_segments=mask.segment_ids is not None, scale=scale,
         softcap=softcap, dtype=jnp.dtype(dtype),
-        blocks=blocks or block_sizes.find(direction, H, q.dtype, mask.kind), is_interpreted=interpret is not None,
+        blocks=blocks or block_sizes.find(direction, H, q.dtype, kind), is_interpreted=interpret is not None,
     )  # fmt: skip
     scalars = (mask.q_start, mask.k_start, mask.k_stop, queries.is_peer, keys.is_peer)
     scalars = jnp.stack([jnp.asarray(x).astype(jnp.int32) for x in scalars])
@@ -115,11 +117,12 @@ def prepare(
 def make_scratch(layout: Layout, dtype: jnp.dtype, num_q_arrivals: int) -> dict[str, Any]:
     """Shared memory and barriers of a thread block; num_q_arrivals: copies for each warpgroup before the keys."""
     blocks, H = layout.blocks, layout.H
-    kv = row_tiles((blocks.stages, blocks.keys, H), dtype)
+    # The product with V takes as many keys at a time as a row of its swizzled tiles has columns.
+    swizzle = next(swizzle for swizzle in (128, 64, 32) if blocks.keys % (swizzle // dtype.itemsize) == 0)
     scratch = {
         "q_smem": row_tiles((blocks.warpgroups, ROWS, H), dtype),
-        "k_smem": kv,
-        "v_smem": kv,
+        "k_smem": row_tiles((blocks.stages, blocks.keys, H), dtype),
+        "v_smem": row_tiles((blocks.stages, blocks.keys, H), dtype, swizzle),
         "out_smem": row_tiles((blocks.warpgroups, ROWS, STAGED_BYTES // layout.dtype.itemsize), layout.dtype),
         "q_full": plgpu.Barrier(num_arrivals=num_q_arrivals + layout.has_segments, num_barriers=blocks.warpgroups),
         "k_full": plgpu.Barrier(num_arrivals=1 + layout.has_segments, num_barriers=blocks.stages),
@@ -129,10 +132,11 @@ def make_scratch(layout: Layout, dtype: jnp.dtype, num_q_arrivals: int) -> dict[
     }
     if layout.has_segments:
         scratch["q_ids_smem"] = plgpu.SMEM((blocks.warpgroups, ROWS), jnp.float32)
-        scratch["k_ids_smem"] = plgpu.SMEM((blocks.stages, blocks.keys), jnp.float32)
+        width = blocks.keys + -blocks.keys % COPY_COLUMNS  # the copy engine writes to multiples of 128 bytes
+        scratch["k_ids_smem"] = plgpu.SMEM((blocks.stages, width), jnp.float32)
     if layout.is_interpreted:
         # The interpreter has no matmul with its left side in registers.
-        scratch["left_smem"] = row_tiles((blocks.warpgroups, ROWS, blocks.keys), dtype)
+        scratch["left_smem"] = row_tiles((blocks.warpgroups, ROWS, blocks.keys), dtype, swizzle)
     return scratch
 
 
@@ -248,7 +252,7 @@ def copy_tiles(
                 task.kv_source.copy(number, (tiles.last - i) * blocks.keys, smem.at[slot], full.at[slot])
                 if segments and number == 0:
                     ids = segments[1].at[task.batch, tiles.last - i]
-                    plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(ids, k_ids_smem.at[slot, pl.ds(0, blocks.keys)], full.at[slot])
 
     # The last rounds only wait: no barrier is left with a phase that nobody saw.
     lax.fori_loop(0, tiles.num_tiles + blocks.stages, step, None)
@@ -272,7 +276,7 @@ def visible_keys(
         seen &= columns > across_columns(own - mask.window, shape)
     if layout.has_segments:
         q_ids = plgpu.load(q_ids_smem, layout=plgpu.Layout.WGMMA.reduce(1))
-        k_ids = plgpu.load(k_ids_smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
+        k_ids = plgpu.load(k_ids_smem.at[slot, pl.ds(0, layout.blocks.keys)], layout=plgpu.Layout.WGMMA.reduce(0))
         plgpu.commit_smem()  # orders this read before the copy that fills the slot again
         seen &= lax.broadcast_in_dim(k_ids, shape, (1,)) == across_columns(q_ids, shape)
     return seen

@@ -40,6 +40,9 @@ CASES = {
     **{f"head_dim_{H}": (chunk(H=H), "bfloat16") for H in (64, 96, 128, 192, 256)},
     "full": (chunk(is_causal=False), "bfloat16"),
     "window": (chunk(window=1000), "bfloat16"),
+    "of_many_keys": (chunk(1000, 9000, q_start=8000), "bfloat16"),
+    "full_of_many_keys": (chunk(1000, 9000, is_causal=False), "bfloat16"),
+    "window_of_many_keys": (chunk(1000, 9000, q_start=8000, window=5000), "bfloat16"),
     "documents": (chunk(documents=(100, 1500, 1531, 3000)), "bfloat16"),
     "softcap": (chunk(softcap=30.0), "bfloat16"),
     "float16": (chunk(), "float16"),
@@ -109,6 +112,19 @@ def compare(ours: BlockAttention, pair: Pair, dtype: str, names: Collection[str]
 def test_results_and_gradients_equal_dense_at_real_sizes(kernel, pair, dtype):
     """On activations with a mean and outliers."""
     compare(kernel, pair, dtype, NAMES)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("ends", [(0.1, 30), (30, 0.1)])
+def test_scores_that_grow_along_the_keys(kernel, head_dim, ends):
+    """Running maxima are replaced again and again, in rows of one warp at different keys."""
+    pair = chunk(256, 9000, is_causal=False, H=head_dim)
+    *arrays, dlse = inputs(pair, "bfloat16", B=1)
+    q, k, v, dout = arrays
+    k = (k.astype(jnp.float32) * jnp.linspace(*ends, pair.S)[:, None, None]).astype(k.dtype)
+    ours, plain = (jax.jit(partial(forward, x, pair))(q, k, v) for x in (kernel, XLA))
+    for name, x, y, z in zip(NAMES, ours, plain, exact(pair, q, k, v, dout, dlse), strict=False):
+        assert_close(name, x, y, z, "bfloat16")
 
 
 @pytest.mark.parametrize("pair", MILLION_KEYS.values(), ids=MILLION_KEYS)
