@@ -222,6 +222,25 @@ def test_eager_and_compiled_calls_agree():
     np.testing.assert_allclose(attend(2)(q, k, v)[0], jax.jit(attend(2))(q, k, v)[0], rtol=1e-5, atol=1e-6)
 
 
+def test_an_eager_call_compiles_attention_as_a_whole(caplog):
+    q, k, v, *_ = oracle.inputs(Case(B=1, T=6, N=1, K=1, H=4))
+    with jax.log_compiles():
+        attend(3)(q, k, v)
+    compiled = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling")]
+    assert len(compiled) < 5, compiled
+
+
+@pytest.mark.parametrize("strategy", ["balanced", "rsa"])
+def test_other_derivatives_than_the_first_in_reverse_mode_are_refused(strategy):
+    q, k, v, *_ = oracle.inputs(Case(B=1, T=4, N=1, K=1, H=4))
+    loss = lambda x: attend(2, strategy=strategy)(q, x, v)[0].sum()
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(loss, (k,), (k,))
+    for second in (jax.hessian(loss), jax.grad(lambda x: jax.grad(loss)(x).sum())):
+        with pytest.raises(NotImplementedError, match="must be differentiated once, in reverse mode"):
+            jax.jit(second)(k)
+
+
 def test_two_head_layouts_live_in_one_process():
     for heads in (MHA, MQA):
         assert_matches(Case(T=16, N=heads[0], K=heads[1], B=1), attend(2))
