@@ -18,13 +18,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from distflash_jax import placement, strategies
-from distflash_jax.checks import check_arrays, check_mask, check_sinks
+from distflash_jax.checks import check_arrays, check_mask, check_number, check_sinks
 from distflash_jax.masks import AttentionMask, Window
 from distflash_jax.placement import Axis
 from distflash_jax.remat import LSE_NAME, OUT_NAME
 from distflash_jax.schedule import STRATEGIES, Strategy
 from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Choice, choose
-from pallas_kernels.block import Partial, check_softcap
+from pallas_kernels.block import Partial
 
 
 @overload
@@ -164,12 +164,12 @@ def distflash_attention(
         mask, q, k, causal=causal, window=window, global_tokens=global_tokens, prefix_lengths=prefix_lengths,
         q_offset=q_offset, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids,
     )  # fmt: skip
-    check_softcap(softcap)
     check_sinks(sinks, q)
+    softcap = None if softcap is None else check_number("softcap", softcap, is_positive=True)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: must be one of {STRATEGIES}")
     T, S, H = q.shape[1], k.shape[1], q.shape[3]
-    factor = H**-0.5 if scale is None else float(scale)
+    factor = H**-0.5 if scale is None else check_number("scale", scale)
     choice = which_implementation(implementation, mesh=mesh, dtype=q.dtype, head_dim=H, scale=factor)
     _check_kernel(choice)
     attend = functools.partial(
@@ -195,8 +195,8 @@ def distflash_attention(
     placement.check_divisible(q, k, mesh, spec)
     placed = [placement.place(name, x, mesh, spec) for name, x in (("q", q), ("k", k), ("v", v))]
     q, k, v = (_pad_rows(x, num_workers) for x in placed)
-    whole = lambda x: placement.place("mask", x, mesh, PartitionSpec(spec[0], *(None,) * (x.ndim - 1)))
-    visible = jax.tree.map(whole, visible).map_ids(lambda x: _pad_rows(x, num_workers))
+    whole = lambda path, x: placement.place(path[0].name, x, mesh, PartitionSpec(spec[0], *(None,) * (x.ndim - 1)))
+    visible = jax.tree.map_with_path(whole, visible).map_ids(lambda x: _pad_rows(x, num_workers))
     on_mesh = jax.shard_map(
         functools.partial(attend, num_keys=S, mesh=mesh),
         mesh=mesh,
@@ -329,7 +329,8 @@ def _with_sinks(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"], sinks:
     if sinks is None:
         return out, lse
     sinks = sinks.astype(jnp.float32)
-    share = jax.nn.sigmoid(lse - sinks)
+    # Where no key is seen out is 0 and its share does not matter; a sink of -inf would make it NaN.
+    share = jax.nn.sigmoid(jnp.where(lse == -jnp.inf, 0.0, lse) - sinks)
     return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks)
 
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 from distflash_jax import executor, placement, schedule
+from distflash_jax.checks import check_arrays
 from distflash_jax.collectives import AllGather, Ulysses
 from distflash_jax.cost import MACHINES, Machine, Shape
 from distflash_jax.double_ring import WithinNode
@@ -218,9 +219,11 @@ def explain_strategy(
     Raises:
         ValueError: as distflash_attention does.
     """
-    found = mesh or jax.sharding.get_abstract_mesh()
-    spec = placement.find_spec(spec or PartitionSpec(None, axis), found, axis, cast(Array, q))
-    placement.check_divisible(cast(Array, q), cast(Array, k), found, spec)
+    q, k = cast(Array, q), cast(Array, k)
+    check_arrays(q, k, k)
+    found = placement.find_mesh(mesh, axis, q)
+    spec = placement.find_spec(spec, found, axis, q)
+    placement.check_divisible(q, k, found, spec)
     counts = [placement.size(found, names(entry)) for entry in spec]
     shape = Shape(
         max(q.shape[1], k.shape[1]), q.shape[2] // counts[2], k.shape[2] // counts[2], q.shape[3],
