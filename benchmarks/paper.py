@@ -6,7 +6,6 @@ what was measured on two H200s, from the rows in benchmarks/results, so that new
 Source of all published numbers: DISTFLASHATTN, arXiv 2310.03294 v2.
 """
 
-import argparse
 import csv
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,10 +15,10 @@ from typing import NamedTuple, cast
 from matplotlib.figure import Figure
 
 from benchmarks.harness import RESULTS
-from benchmarks.predict import _markdown as markdown
-from benchmarks.predict import update
+from benchmarks.tables import command, markdown
 from distflash_jax.cost import Cost, Direction, Kernel, Machine, Rate, Shape
 from distflash_jax.schedule import Table, balanced, choose, ring, split_heads
+from distflash_jax.table import BOTH
 from distflash_jax.timeline import Timeline, simulate
 from models.config import PRESETS, LlamaConfig
 
@@ -53,7 +52,6 @@ A100 = Machine(
 MEGATRON_COLLECTIVES = 14
 # Passes of Ring Self-Attention over its 16-bit scores: forward, and backward. Counted, not measured.
 RSA_PASSES = {"forward": 6, "backward": 12}
-BOTH: tuple[Direction, ...] = ("forward", "backward")
 TWICE: tuple[Direction, ...] = ("forward", *BOTH)  # where attention outputs are not kept
 
 MODELS = {"7B": "llama-7b", "GQA": "llama-gqa", "33H": "llama-33h"} | {f"{n}H": f"llama-{n}h" for n in (16, 8, 4, 2)}
@@ -167,9 +165,8 @@ def step_seconds(system: str, model: LlamaConfig, P: int, T: int, passes: Sequen
     if system == "rsa":
         scores = model.num_attention_heads * T**2 / P * model.num_hidden_layers
         through_memory = sum(RSA_PASSES[direction] for direction in passes)
-        products = (
-            4 * model.head_dim * scores * (2 + 2) / PRODUCTS
-        )  # two forwards, and a backward without recomputation
+        # Two forwards, and a backward without recomputation.
+        products = 4 * model.head_dim * scores * (2 + 2) / PRODUCTS
         rings = 2 * 2 * T * model.num_key_value_heads * model.head_dim * model.num_hidden_layers * (2 + 2)
         wire = NVLINK if P <= PER_NODE else NETWORK
         return sharded_seconds(
@@ -477,16 +474,5 @@ def draw() -> Figure:
     return figure
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
-        DOCUMENT.write_text(update(DOCUMENT.read_text(), make_tables()))
-        draw().savefig(PICTURE, dpi=150)
-        return
-    for name, table in make_tables().items():
-        print(f"<!-- {name} -->\n{table}\n")
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__" and command(__doc__, DOCUMENT, make_tables):
+    draw().savefig(PICTURE, dpi=150)

@@ -4,28 +4,26 @@ Predicted time and efficiency for machines that were not measured, from how many
 predictions beside the rows of benchmarks.attention.
 """
 
-import argparse
 import bisect
 import csv
 import dataclasses
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
 from benchmarks.cases import ATTENTION
 from benchmarks.harness import RESULTS
+from benchmarks.tables import command, markdown
 from distflash_jax import schedule
 from distflash_jax.cost import MACHINES, Machine, Shape
 from distflash_jax.spread import Spread
-from distflash_jax.table import Direction
+from distflash_jax.table import BOTH, Direction
 from distflash_jax.timeline import Timeline, simulate, simulate_strategy
 
-BOTH: tuple[Direction, ...] = ("forward", "backward")
 MODES: dict[str, tuple[Direction, ...]] = {
     "forward": ("forward",),
-    "forward_backward": ("forward", "backward"),
+    "forward_backward": BOTH,
 }
 FLAT = ("h200-nvlink", "h200-400g")  # machines whose links are all alike
 WORKERS = (2, 4, 8, 16, 64)
@@ -62,7 +60,7 @@ def make_predictions(machine: Machine) -> str:
                 found = [predict(machine, P, P * tokens, kv_heads, mode) for P in WORKERS]
                 cells = [f"{1e3 * x.makespan:.1f} ({x.efficiency:.2f})" for x in found]
                 lines.append([f"{tokens // 1024}K", f"32/{kv_heads}", _words(mode), *cells])
-    return _markdown(["tokens a GPU", "heads", "", *(f"{P} GPUs" for P in WORKERS)], lines, 3)
+    return markdown(["tokens a GPU", "heads", "", *(f"{P} GPUs" for P in WORKERS)], lines, 3)
 
 
 def make_scaling(workers: Sequence[int] = SCALING_WORKERS) -> str:
@@ -82,7 +80,7 @@ def make_scaling(workers: Sequence[int] = SCALING_WORKERS) -> str:
                     linear = found.efficiency / node.efficiency
                     cells.append(f"{linear:.2f} ({found.efficiency:.2f}, {100 * waits:.0f}%)")
                 lines.append([f"{tokens // 1024}K", f"32/{kv_heads}", f"`{strategy}`", *cells])
-    return _markdown(["tokens a GPU", "heads", "", *(f"{P} GPUs" for P in workers)], lines, 3)
+    return markdown(["tokens a GPU", "heads", "", *(f"{P} GPUs" for P in workers)], lines, 3)
 
 
 def make_volume() -> str:
@@ -97,7 +95,7 @@ def make_volume() -> str:
             cells += [f"{x:.2f}" for x in (*counts, sum(counts))]
         lines.append([f"`{strategy}`" + f", {sizes[0]} x {sizes[-1]}" * (len(sizes) == 2), *cells])
     header = [f"{heads}, {words}" for heads in ("32/32", "32/8") for words in ("forward", "backward", "both")]
-    return _markdown(["8 GPUs", *header], lines, 1)
+    return markdown(["8 GPUs", *header], lines, 1)
 
 
 def hidden_from(machine: Machine, num_workers: int, kv_heads: int, mode: str) -> int:
@@ -119,7 +117,7 @@ def make_hidden() -> str:
         for kv_heads in KV_HEADS
         for mode in MODES
     ]
-    return _markdown(["", "heads", "", *(f"{P} GPUs" for P in workers)], lines, 3)
+    return markdown(["", "heads", "", *(f"{P} GPUs" for P in workers)], lines, 3)
 
 
 class Row(NamedTuple):
@@ -165,7 +163,7 @@ def make_validation() -> str:
         ]
         for row, (seconds, predicted) in validate().items()
     ]
-    return _markdown(["case", "", "GPUs", "", "measured", "predicted", "difference"], lines, 4)
+    return markdown(["case", "", "GPUs", "", "measured", "predicted", "difference"], lines, 4)
 
 
 def _compared(measured: float, predicted: float) -> tuple[str, str, str]:
@@ -185,30 +183,5 @@ def _words(mode: str) -> str:
     return mode.replace("_", " + ")
 
 
-def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], num_words: int) -> str:
-    """A table of which so many columns are words and the others numbers."""
-    rule = ["---"] * num_words + ["--:"] * (len(header) - num_words)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))
-
-
-def update(document: str, tables: Mapping[str, str] | None = None) -> str:
-    """The document with the tables of now, or those given, behind their marks."""
-    for name, table in (tables or make_tables()).items():
-        document, count = re.subn(rf"(<!-- {name} -->\n)(\|.*\n)*", rf"\1{table}\n", document)
-        if count != 1:
-            raise ValueError(f"<!-- {name} -->: must be in the document once, found {count} times")
-    return document
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
-        DOCUMENT.write_text(update(DOCUMENT.read_text()))
-        return
-    for name, table in make_tables().items():
-        print(f"<!-- {name} -->\n{table}\n")
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, DOCUMENT, make_tables)

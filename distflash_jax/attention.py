@@ -7,7 +7,7 @@ The path of a call: the checks and the custom_vjp here -> the plan of a strategy
 import functools
 import re
 import warnings
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from distflash_jax import placement, strategies
-from distflash_jax.checks import check_arrays, check_mask, check_sinks
+from distflash_jax.checks import check_arrays, check_mask, check_number, check_sinks
 from distflash_jax.masks import AttentionMask, Window
 from distflash_jax.placement import Axis
 from distflash_jax.remat import LSE_NAME, OUT_NAME
 from distflash_jax.schedule import STRATEGIES, Strategy
 from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Choice, choose
-from pallas_kernels.block import Partial, check_softcap
+from pallas_kernels.block import Partial
 
 
 @overload
@@ -109,8 +109,8 @@ def distflash_attention(
 
     Called on global arrays (under jit or not) it runs its own shard_map; called inside a shard_map that already holds
     `axis`, on the chunks of this worker. Tokens lie in their natural order, worker w holding the w-th chunk; a length
-    that the workers do not divide is padded inside. Differentiable in q, k, v and sinks through out and lse. A token
-    that sees nothing gets out = 0 and lse = -inf (with a sink: the sink).
+    that the workers do not divide is padded inside. Differentiable once, in reverse mode, in q, k, v and sinks through
+    out and lse. A token that sees nothing gets out = 0 and lse = -inf (with a sink: the sink).
 
     Args:
         q, k, v: float32, bfloat16 or float16, all of one dtype. N must be a multiple of K; query head n reads
@@ -164,12 +164,12 @@ def distflash_attention(
         mask, q, k, causal=causal, window=window, global_tokens=global_tokens, prefix_lengths=prefix_lengths,
         q_offset=q_offset, segment_ids=segment_ids, kv_segment_ids=kv_segment_ids,
     )  # fmt: skip
-    check_softcap(softcap)
     check_sinks(sinks, q)
+    softcap = None if softcap is None else check_number("softcap", softcap, is_positive=True)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: must be one of {STRATEGIES}")
     T, S, H = q.shape[1], k.shape[1], q.shape[3]
-    factor = H**-0.5 if scale is None else float(scale)
+    factor = H**-0.5 if scale is None else check_number("scale", scale)
     choice = which_implementation(implementation, mesh=mesh, dtype=q.dtype, head_dim=H, scale=factor)
     _check_kernel(choice)
     attend = functools.partial(
@@ -195,15 +195,17 @@ def distflash_attention(
     placement.check_divisible(q, k, mesh, spec)
     placed = [placement.place(name, x, mesh, spec) for name, x in (("q", q), ("k", k), ("v", v))]
     q, k, v = (_pad_rows(x, num_workers) for x in placed)
-    whole = lambda x: placement.place("mask", x, mesh, PartitionSpec(spec[0], *(None,) * (x.ndim - 1)))
-    visible = jax.tree.map(whole, visible).map_ids(lambda x: _pad_rows(x, num_workers))
-    out, lse = jax.shard_map(
+    whole = lambda path, x: placement.place(path[0].name, x, mesh, PartitionSpec(spec[0], *(None,) * (x.ndim - 1)))
+    visible = jax.tree.map_with_path(whole, visible).map_ids(lambda x: _pad_rows(x, num_workers))
+    on_mesh = jax.shard_map(
         functools.partial(attend, num_keys=S, mesh=mesh),
         mesh=mesh,
         in_specs=(spec, spec, spec, PartitionSpec(spec[0])),
         out_specs=(spec, PartitionSpec(*spec[:3])),
         axis_names=frozenset(mesh.axis_names) - frozenset(jax.sharding.get_abstract_mesh().manual_axes),
-    )(q, k, v, visible)
+    )
+    # Outside of jit, each operation in a shard_map would be compiled by itself, at every call.
+    out, lse = jax.jit(on_mesh, inline=True)(q, k, v, visible)
     out, lse = _with_sinks(out[:, :T], lse[:, :T], sinks)
     return (out, lse) if return_lse else out
 
@@ -299,7 +301,7 @@ def _attention_fwd(
 
 def _attention_bwd(plan: strategies.Plan, residuals: tuple[Any, ...], cotangents: Partial) -> tuple[Array | None, ...]:
     q, k, v, segments, out, lse = residuals
-    dout, dlse = cotangents
+    q, k, v, out, lse, dout, dlse = _once((q, k, v, out, lse, *cotangents))
     # d lse / d scores = weights, so the whole gradient of lse is one subtraction here.
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
     return *plan.backward(q, k, v, dout, lse, delta, segments), None
@@ -308,12 +310,27 @@ def _attention_bwd(plan: strategies.Plan, residuals: tuple[Any, ...], cotangents
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
+@jax.custom_jvp
+def _once(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """The arrays; a derivative by them is refused, which kernels would not have, or by way of their loops as NaN."""
+    return arrays
+
+
+@_once.defjvp
+def _refuse_twice(primals: Any, tangents: Any) -> NoReturn:
+    raise NotImplementedError(
+        "distflash_attention: must be differentiated once, in reverse mode (jax.grad, jax.vjp); its gradient has no "
+        "derivative"
+    )
+
+
 def _with_sinks(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"], sinks: Float[Array, " N"] | None) -> Partial:
     """(out, lse) where each head has one more score in its softmax, whose value is 0."""
     if sinks is None:
         return out, lse
     sinks = sinks.astype(jnp.float32)
-    share = jax.nn.sigmoid(lse - sinks)
+    # Where no key is seen out is 0 and its share does not matter; a sink of -inf would make it NaN.
+    share = jax.nn.sigmoid(jnp.where(lse == -jnp.inf, 0.0, lse) - sinks)
     return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks)
 
 

@@ -1,18 +1,21 @@
 """What distflash_attention refuses before anything is traced: arrays and masks, by name, value and what is allowed."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from distflash_jax.masks import AttentionMask, Window, sides_of
+from distflash_jax.masks import INTEGERS, AttentionMask, Window, sides_of
 
 
 def check_arrays(q: Array, k: Array, v: Array) -> None:
     """Raises ValueError where shapes or dtypes of q, k and v do not fit each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name}: must have 4 dimensions [batch, sequence, heads, head dim], got shape {x.shape}")
+        if not hasattr(x, "dtype") or x.ndim != 4:
+            got = f"shape {x.shape}" if hasattr(x, "dtype") else type(x).__name__
+            raise ValueError(f"{name}: must have 4 dimensions [batch, sequence, heads, head dim], got {got}")
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             raise ValueError(f"{name}: dtype must be float32, bfloat16 or float16, got {x.dtype}")
         if x.dtype != q.dtype:
@@ -38,7 +41,9 @@ def check_mask(
         ValueError: both are given, or a mask that cannot be, or whose arrays do not fit q and k.
     """
     if mask is None:
-        causal = True if causal is None else causal
+        if causal not in (None, True, False):
+            raise ValueError(f"causal={causal!r}: must be True, False or None")
+        causal = causal is None or bool(causal)
         if window is not None and not isinstance(window, tuple) and not causal:
             raise ValueError(f"window={window}: needs causal=True, or must be (left, right)")
         sides = None if window is None else sides_of(window)
@@ -51,17 +56,18 @@ def check_mask(
     _check_lengths(mask, q.shape[1], k.shape[1])
     if mask.kv_segment_ids is not None and mask.segment_ids is None:
         raise ValueError("kv_segment_ids: needs segment_ids, those of the queries")
-    of_rows = [("prefix_lengths", mask.prefix_lengths, q.shape[:1])]
+    _check_array("prefix_lengths", mask.prefix_lengths, q.shape[:1], jnp.integer, "integers")
     if mask.segments is not None:
-        of_rows += [("segment_ids", mask.segments.q, q.shape[:2]), ("kv_segment_ids", mask.segments.kv, k.shape[:2])]
-    for name, x, shape in of_rows:
-        if x is not None and (x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer)):
-            raise ValueError(f"{name}: must be integers of shape {shape}, got {x.dtype}{x.shape}")
+        _check_array("segment_ids", mask.segments.q, q.shape[:2], jnp.integer, "integers")
+        _check_array("kv_segment_ids", mask.segments.kv, k.shape[:2], jnp.integer, "integers")
     return mask
 
 
 def _check_sides(mask: AttentionMask) -> None:
     """What is seen before and behind a token."""
+    for name in ("global_tokens", "q_offset"):
+        if (value := getattr(mask, name)) is not None and not isinstance(value, INTEGERS):
+            raise ValueError(f"{name}={value!r}: must be a whole number that is known when it compiles, or None")
     if mask.is_causal and mask.window is not None and mask.window[1] != 0:
         raise ValueError(f"window={mask.window}: the right side must be 0 with causal=True")
     if mask.global_tokens is not None and mask.global_tokens < 0:
@@ -91,5 +97,29 @@ def _check_lengths(mask: AttentionMask, T: int, S: int) -> None:
 
 def check_sinks(sinks: Array | None, q: Array) -> None:
     """Raises ValueError where sinks are not one score for each head."""
-    if sinks is not None and (sinks.shape != q.shape[2:3] or not jnp.issubdtype(sinks.dtype, jnp.floating)):
-        raise ValueError(f"sinks: must be floats of shape {q.shape[2:3]}, one a head, got {sinks.dtype}{sinks.shape}")
+    _check_array("sinks", sinks, q.shape[2:3], jnp.floating, "floats, one a head,")
+
+
+def check_number(name: str, value: Any, *, is_positive: bool = False) -> float:
+    """The value as a Python float.
+
+    Raises:
+        ValueError: it is none, is not finite, or not positive where it has to be.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):  # a traced array raises a TypeError
+        number = math.nan
+    if not math.isfinite(number) or (is_positive and number <= 0):
+        kind = "positive or None" if is_positive else "a finite number or None"
+        raise ValueError(f"{name}={value!r}: must be {kind}, and known when it compiles")
+    return number
+
+
+def _check_array(name: str, x: Array | None, shape: tuple[int, ...], kind: DTypeLike, words: str) -> None:
+    if x is None:
+        return
+    if not hasattr(x, "dtype"):
+        raise ValueError(f"{name}: must be an array of {words} of shape {shape}, got {type(x).__name__}")
+    if x.shape != shape or not jnp.issubdtype(x.dtype, kind):
+        raise ValueError(f"{name}: must be {words} of shape {shape}, got {x.dtype}{x.shape}")

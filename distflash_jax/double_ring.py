@@ -36,7 +36,7 @@ class WithinNode:
     ) -> Partial:  # fmt: skip
         """(out, lse) of this worker's piece of the queries."""
         (q,), (k, v) = queries.read(), keys.read()
-        return executor.forward(self._plan(queries, keys, dtype), q, k, v, _segments(mask), mask, alongside)
+        return self._plan(queries, keys, dtype).forward(q, k, v, _segments(mask), mask, alongside)
 
     def backward(
         self, queries: Operand, keys: Operand, mask: Mask, scale: float, softcap: float | None = None,
@@ -45,7 +45,7 @@ class WithinNode:
         """(dq, dk, dv) of this worker's pieces."""
         (q, dout, lse, delta), (k, v) = queries.read(), keys.read()
         plan = self._plan(queries, keys, dtype)
-        return executor.backward(plan, q, k, v, dout, lse, delta, _segments(mask), mask, alongside)
+        return plan.backward(q, k, v, dout, lse, delta, _segments(mask), mask, alongside)
 
     def _plan(self, queries: Operand, keys: Operand, dtype: DTypeLike) -> executor.Plan:
         """That of a step between nodes, in which either all nodes have their own chunks or some fetch one."""

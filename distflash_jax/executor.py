@@ -18,13 +18,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from distflash_jax.masks import Band, Segments
-from distflash_jax.merge import merge
+from distflash_jax.merge import Arrays, add_valid, merge_valid
 from distflash_jax.placement import Axis
 from distflash_jax.table import MERGED_AT_ONCE, WHOLE, Part, Permutation, Schedule, Side, Step
 from pallas_kernels.block import BlockAttention, Box, Gradients, Operand, Partial
 from pallas_kernels.masks import Mask
 
-Arrays = tuple[Array, ...]
 Combine = Callable[[Arrays | None, Arrays, Bool[Array, ""] | None], Arrays]
 
 
@@ -47,63 +46,53 @@ class Plan:
     dtype: str | None = None
     inner: Axis = ()
 
-    def forward(self, q: Array, k: Array, v: Array, segments: Segments | None = None) -> Partial:
-        return forward(self, q, k, v, segments)
+    def forward(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K H"],
+        segments: Segments | None = None,
+        place: Mask | None = None,
+        alongside: Sequence["Passing"] = (),
+    ) -> Partial:
+        """(out, lse) of this worker's queries against all keys; out in the dtype of the plan or of q, lse float32.
+
+        place: the mask of this worker's own chunks, if they do not lie where its number says. alongside: messages of a
+        table around this one, to be sent with its steps.
+        """
+        results = [_Total("q", (0, 1), merge_valid)]
+        dtypes = (self.dtype or q.dtype, jnp.float32)
+        out, lse = _run(self, "forward", self.kernel.forward, (q,), (k, v), segments, place, results, dtypes, alongside)
+        return out, lse
 
     def backward(
-        self, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, segments: Segments | None = None
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K H"],
+        dout: Float[Array, "B T N H"],
+        lse: Float[Array, "B T N"],
+        delta: Float[Array, "B T N"],
+        segments: Segments | None = None,
+        place: Mask | None = None,
+        alongside: Sequence["Passing"] = (),
     ) -> Gradients:
-        return backward(self, q, k, v, dout, lse, delta, segments)
+        """(dq, dk, dv) of this worker's chunks, in the dtype of the plan or those of q, k and v.
 
+        place, alongside: as in forward.
 
-def forward(
-    plan: Plan,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    segments: Segments | None = None,
-    place: Mask | None = None,
-    alongside: Sequence["Passing"] = (),
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """(out, lse) of this worker's queries against all keys; out in the dtype of the plan or of q, lse float32.
+        By the table's own steps or by the mirrored ones, see Schedule.towards.
 
-    place: the mask of this worker's own chunks, if they do not lie where its number says. alongside: messages of a
-    table around this one, to be sent with its steps.
-    """
-    results = [_Total("q", (0, 1), _merge)]
-    dtypes = (plan.dtype or q.dtype, jnp.float32)
-    out, lse = _run(plan, "forward", plan.kernel.forward, (q,), (k, v), segments, place, results, dtypes, alongside)
-    return out, lse
-
-
-def backward(
-    plan: Plan,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    dout: Float[Array, "B T N H"],
-    lse: Float[Array, "B T N"],
-    delta: Float[Array, "B T N"],
-    segments: Segments | None = None,
-    place: Mask | None = None,
-    alongside: Sequence["Passing"] = (),
-) -> Gradients:
-    """(dq, dk, dv) of this worker's chunks, in the dtype of the plan or those of q, k and v.
-
-    place, alongside: as in forward.
-
-    By the table's own steps or by the mirrored ones, see Schedule.towards.
-
-    lse is that of whole rows and delta = rowsum(dout * out) - dlse, so the gradients of all blocks simply add up.
-    Helpers receive q, dout, lse and delta, never out; dk and dv travel summed over their group of heads.
-    """
-    plan = replace(plan, schedule=plan.schedule.towards("backward"))
-    kernel = functools.partial(plan.kernel.backward, deterministic=plan.deterministic)
-    results = [_Total("q", (0,), _add), _Total("kv", (1, 2), _add)]
-    dtypes = [plan.dtype or x.dtype for x in (q, k, v)]
-    q_side = (q, dout, lse, delta)
-    dq, dk, dv = _run(plan, "backward", kernel, q_side, (k, v), segments, place, results, dtypes, alongside)
-    return dq, dk, dv
+        lse is that of whole rows and delta = rowsum(dout * out) - dlse, so the gradients of all blocks simply add up.
+        Helpers receive q, dout, lse and delta, never out; dk and dv travel summed over their group of heads.
+        """
+        plan = replace(self, schedule=self.schedule.towards("backward"))
+        kernel = functools.partial(plan.kernel.backward, deterministic=plan.deterministic)
+        results = [_Total("q", (0,), add_valid), _Total("kv", (1, 2), add_valid)]
+        dtypes = [plan.dtype or x.dtype for x in (q, k, v)]
+        q_side = (q, dout, lse, delta)
+        dq, dk, dv = _run(plan, "backward", kernel, q_side, (k, v), segments, place, results, dtypes, alongside)
+        return dq, dk, dv
 
 
 class _Total:
@@ -306,20 +295,6 @@ def _segments(plan: Plan, ids: Int[Array, "B PT"], side: Side, operand: Operand)
     chunk = lax.dynamic_index_in_dim(chunks, _per_worker(plan, side.chunks), axis=1, keepdims=False)[..., None]
     take = lambda part: _box(part, chunk)._replace(head=0, num_heads=1).take(chunk)[..., 0]
     return jnp.where(operand.is_peer, take(side.peer), take(side.own)) if side.fetch else take(side.own)
-
-
-def _merge(total: Arrays | None, partial: Arrays, is_valid: Bool[Array, ""] | None) -> Arrays:
-    """(out, lse) of `total` with a partial result of the same rows merged in, if valid."""
-    out, lse = partial
-    # A worker that receives nothing gets zeros, and 0 is a legal lse: only -inf says that no key was seen.
-    partial = out, lse if is_valid is None else jnp.where(is_valid, lse, -jnp.inf)
-    return partial if total is None else merge((total[0], total[1]), partial)
-
-
-def _add(total: Arrays | None, partial: Arrays, is_valid: Bool[Array, ""] | None) -> Arrays:
-    """`total` with partial sums added, if valid."""
-    partial = partial if is_valid is None else tuple(jnp.where(is_valid, x, 0.0) for x in partial)
-    return partial if total is None else tuple(x + y for x, y in zip(total, partial, strict=True))
 
 
 def _box(part: Part, chunk: Float[Array, "B T N ..."]) -> Box:

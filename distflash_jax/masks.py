@@ -13,12 +13,14 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from distflash_jax import schedule
 from pallas_kernels.masks import Mask, Scalar
 
 Window = int | tuple[int | None, int | None]
+INTEGERS = (int, np.integer)
 
 
 class Segments(NamedTuple):
@@ -202,10 +204,9 @@ def sides_of(window: Window) -> tuple[int | None, int | None]:
     Raises:
         ValueError: it is none.
     """
-    if not isinstance(window, tuple):
-        if window < 1:
-            raise ValueError(f"window={window}: must be at least 1, the token itself, or None")
-        return window - 1, 0
-    if len(window) != 2 or any(x is not None and x < 0 for x in window):
-        raise ValueError(f"window={window}: must be a number of tokens, or (left, right), each at least 0 or None")
-    return window
+    is_side = lambda x: x is None or (isinstance(x, INTEGERS) and x >= 0)
+    sides = window if isinstance(window, tuple) else (window - 1 if isinstance(window, INTEGERS) else -1, 0)
+    if len(sides) != 2 or not all(map(is_side, sides)):
+        allowed = "a number of tokens, at least 1 for the token itself, or (left, right), each at least 0 or None"
+        raise ValueError(f"window={window!r}: must be {allowed}")
+    return sides

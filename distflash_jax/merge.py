@@ -1,9 +1,11 @@
 """Combine two partial results of the same queries over disjoint keys, in float32 and in a form that cannot overflow."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.block import Partial
+
+Arrays = tuple[Array, ...]
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -19,3 +21,17 @@ def merge(a: Partial, b: Partial) -> Partial:
     share: Float[Array, "B T N"] = 1 / jnp.where(total == 0, 1.0, total)
     out = out_a * (weight_a * share)[..., None] + out_b * (weight_b * share)[..., None]
     return out, top + jnp.log(total)
+
+
+def merge_valid(total: Arrays | None, partial: Arrays, is_valid: Bool[Array, ""] | None) -> Arrays:
+    """(out, lse) of `total` with a partial result of the same rows merged in, if valid; None: always."""
+    out, lse = partial
+    # A worker that receives nothing gets zeros, and 0 is a legal lse: only -inf says that no key was seen.
+    partial = out, lse if is_valid is None else jnp.where(is_valid, lse, -jnp.inf)
+    return partial if total is None else merge((total[0], total[1]), partial)
+
+
+def add_valid(total: Arrays | None, partial: Arrays, is_valid: Bool[Array, ""] | None) -> Arrays:
+    """`total` with partial sums added, if valid; None: always."""
+    partial = partial if is_valid is None else tuple(jnp.where(is_valid, x, 0.0) for x in partial)
+    return partial if total is None else tuple(x + y for x, y in zip(total, partial, strict=True))

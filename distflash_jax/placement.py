@@ -15,8 +15,10 @@ def is_inside_shard_map(axis: Axis) -> bool:
     """Whether the caller runs inside a shard_map (or another manual region) over `axis`.
 
     Raises:
-        ValueError: it does so over some of several axes.
+        ValueError: it does so over some of several axes; or `axis` is no name, and no tuple of different names.
     """
+    if not isinstance(axis, str | tuple) or len(set(names(axis))) < len(names(axis)):
+        raise ValueError(f"axis={axis!r}: must be the name of a mesh axis, or a tuple of different ones")
     manual = [name for name in names(axis) if name in jax.sharding.get_abstract_mesh().manual_axes]
     if manual and len(manual) < len(names(axis)):
         raise ValueError(f"axis={axis!r}: all of them or none must be axes of the shard_map around, which has {manual}")
@@ -32,9 +34,12 @@ def find_mesh(mesh: AnyMesh | None, axis: Axis, q: Array) -> AnyMesh:
     """The mesh given, or that of q's explicit sharding, or the ambient one (jax.set_mesh).
 
     Raises:
-        ValueError: there is none, or it has no axis `axis`.
+        ValueError: there is none, it has no axis `axis`, or it is another one than that of the shard_map around.
     """
-    candidates = (mesh, jax.typeof(q).sharding.mesh, jax.sharding.get_abstract_mesh())
+    ambient = jax.sharding.get_abstract_mesh()
+    if mesh is not None and ambient.manual_axes and mesh != ambient:
+        raise ValueError(f"mesh={mesh}: must be None inside a shard_map, whose mesh is taken")
+    candidates = (mesh, jax.typeof(q).sharding.mesh, ambient)
     found = next((candidate for candidate in candidates if candidate is not None and not candidate.empty), None)
     if found is None:
         raise ValueError(
@@ -50,18 +55,19 @@ def find_spec(spec: PartitionSpec | None, mesh: AnyMesh, axis: Axis, q: Array) -
     """The spec given, or the explicit sharding of q with its sequence over `axis`, else P(None, axis); of length 4.
 
     Raises:
-        ValueError: it names unknown axes, or does not put `axis`, alone, on the sequence.
+        ValueError: it names unknown axes, or those of a shard_map around, or does not put `axis`, alone, on the
+            sequence.
     """
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    free = [x for x, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual]
     if spec is None:
         known = jax.typeof(q).sharding.spec
         spec = PartitionSpec(known[0], known[1] or axis, *known[2:])
     if len(spec) > 4:
         raise ValueError(f"spec={spec}: must have at most the 4 entries of [B, T, N, H]")
     spec = PartitionSpec(*spec, *(None,) * (4 - len(spec)))
-    unknown = [name for entry in spec for name in names(entry) if name not in types]
+    unknown = [name for entry in spec for name in names(entry) if name not in free]
     if unknown:
-        raise ValueError(f"spec={spec}: {unknown[0]!r} must be one of the mesh's axes {mesh.axis_names}")
+        raise ValueError(f"spec={spec}: {unknown[0]!r} must be one of the mesh's axes {tuple(free)}")
     if names(spec[1]) != names(axis):
         raise ValueError(
             f"spec={spec}: the sequence (entry 1) must be sharded over axis={axis!r} alone, got {spec[1]!r}"

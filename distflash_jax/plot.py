@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from distflash_jax import schedule
 from distflash_jax.cost import MACHINES, Kernel, Machine, Rate, Shape
 from distflash_jax.spread import Spread
-from distflash_jax.table import Direction
+from distflash_jax.table import BOTH, Direction
 from distflash_jax.timeline import Timeline, simulate, simulate_strategy
 from distflash_jax.workers import KINDS, Event
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DIRECTIONS: dict[str, tuple[Direction, ...]] = {
     "forward": ("forward",),
     "backward": ("backward",),
-    "both": ("forward", "backward"),
+    "both": BOTH,
 }
 # Steps are numbered in base 36; behind them the numbers begin anew.
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 from distflash_jax import executor, placement, schedule
+from distflash_jax.checks import check_arrays
 from distflash_jax.collectives import AllGather, Ulysses
 from distflash_jax.cost import MACHINES, Machine, Shape
 from distflash_jax.double_ring import WithinNode
@@ -22,13 +23,12 @@ from distflash_jax.placement import AnyMesh, Axis, names
 from distflash_jax.rsa import RingSelfAttention
 from distflash_jax.schedule import STRATEGIES, Strategy
 from distflash_jax.spread import Spread
-from distflash_jax.table import Direction
+from distflash_jax.table import BOTH
 from distflash_jax.timeline import predict
 from distflash_jax.union import First, Union
 from distflash_jax.zigzag_plan import Zigzag
 from pallas_kernels.block import BlockAttention, Gradients, Partial
 
-BOTH: tuple[Direction, ...] = ("forward", "backward")
 # What another strategy has to be faster by than balanced: predictions are no better than this, see docs/predictions.md.
 MARGIN = 0.05
 # What "auto" never takes, and why.
@@ -156,8 +156,10 @@ def _check_zigzag(mask: AttentionMask, settings: Settings, num_keys: int, num_wo
 
 
 class Estimate(NamedTuple):
-    """What one attention call is predicted to take on one of its workers; forward and backward together, but for
-    `forward`. seconds, and bytes received and at most held beside its own operands and results.
+    """What a worker is predicted to take for one attention call, forward and backward together.
+
+    seconds: of both; forward: of the forward alone. received: bytes. held: most bytes at a time, beside the worker's
+    own operands and results.
     """
 
     strategy: Strategy
@@ -218,9 +220,11 @@ def explain_strategy(
     Raises:
         ValueError: as distflash_attention does.
     """
-    found = mesh or jax.sharding.get_abstract_mesh()
-    spec = placement.find_spec(spec or PartitionSpec(None, axis), found, axis, cast(Array, q))
-    placement.check_divisible(cast(Array, q), cast(Array, k), found, spec)
+    q, k = cast(Array, q), cast(Array, k)
+    check_arrays(q, k, k)
+    found = placement.find_mesh(mesh, axis, q)
+    spec = placement.find_spec(spec, found, axis, q)
+    placement.check_divisible(q, k, found, spec)
     counts = [placement.size(found, names(entry)) for entry in spec]
     shape = Shape(
         max(q.shape[1], k.shape[1]), q.shape[2] // counts[2], k.shape[2] // counts[2], q.shape[3],

@@ -15,6 +15,7 @@ MERGED_AT_ONCE = 2  # steps; more would need more memory for what waits to be me
 
 Cut = Literal["heads", "rows"]
 Direction = Literal["forward", "backward"]
+BOTH: tuple[Direction, ...] = ("forward", "backward")
 Permutation = tuple[tuple[int, int], ...]  # (source worker, destination worker)
 
 

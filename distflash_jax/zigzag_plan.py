@@ -17,14 +17,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Shaped
 
 from distflash_jax.masks import Segments
-from distflash_jax.merge import merge
+from distflash_jax.merge import Arrays, add_valid, merge_valid
 from distflash_jax.placement import Axis
 from distflash_jax.schedule import zigzag_owner
 from distflash_jax.table import Permutation
 from pallas_kernels.block import BlockAttention, Box, Gradients, Operand, Partial
 from pallas_kernels.masks import Mask
 
-Arrays = tuple[Array, ...]
 Combine = Callable[[Arrays, Arrays, Bool[Array, ""] | None], Arrays]
 
 
@@ -72,7 +71,7 @@ class Zigzag:
 
     def forward(self, q: Array, k: Array, v: Array, segments: Segments | None) -> Partial:
         """(out, lse) of this worker's two chunks; there are no segments."""
-        out, lse = _run(self, "forward", self.kernel.forward, (q,), (k, v), 2, _merge)
+        out, lse = _run(self, "forward", self.kernel.forward, (q,), (k, v), 2, merge_valid)
         return out.astype(q.dtype), lse
 
     def backward(
@@ -80,7 +79,7 @@ class Zigzag:
     ) -> Gradients:
         """(dq, dk, dv) of this worker's two chunks."""
         kernel = functools.partial(self.kernel.backward, deterministic=self.deterministic)
-        dq, dk, dv = _run(self, "backward", kernel, (q, dout, lse, delta), (k, v), 1, _add)
+        dq, dk, dv = _run(self, "backward", kernel, (q, dout, lse, delta), (k, v), 1, add_valid)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
@@ -126,8 +125,8 @@ def _run(
                 first = combine(first, either[:num_rows_results], ~is_after)
                 second = combine(combine(second, whole[:num_rows_results], None), either[:num_rows_results], is_after)
             gradients = whole[num_rows_results:], either[num_rows_results:]
-            of_first = _add(*gradients, ~is_after)
-            of_second = tuple(jnp.where(is_after, x, 0.0) for x in gradients[1])
+            of_first = add_valid(*gradients, ~is_after)
+            of_second = add_valid(None, gradients[1], is_after)
             returned = _return(plan, (of_first, of_second), step)
     with jax.named_scope(f"{direction}_step_{num_workers - 1}"), jax.named_scope("merge"):
         sums = _add_returned(sums, returned)
@@ -182,18 +181,8 @@ def _mask(worker: Array, keys: Arrays, *, is_causal: bool) -> Mask:
     return Mask(zero, zero, zero + keys[0].shape[1], is_causal=is_causal)
 
 
-def _merge(total: Arrays, partial: Arrays, is_valid: Bool[Array, ""] | None) -> Arrays:
-    out, lse = partial
-    return merge((total[0], total[1]), (out, lse if is_valid is None else jnp.where(is_valid, lse, -jnp.inf)))
-
-
-def _add(total: Arrays, partial: Arrays, is_valid: Bool[Array, ""] | None) -> Arrays:
-    partial = partial if is_valid is None else tuple(jnp.where(is_valid, x, 0.0) for x in partial)
-    return tuple(x + y for x, y in zip(total, partial, strict=True))
-
-
 def _add_returned(sums: tuple[Arrays, Arrays], returned: tuple[Arrays, Arrays] | None) -> tuple[Arrays, Arrays]:
     """Workers to whom nothing was returned have received zeros."""
     if returned is None:
         return sums
-    return _add(sums[0], returned[0], None), _add(sums[1], returned[1], None)
+    return add_valid(sums[0], returned[0], None), add_valid(sums[1], returned[1], None)

@@ -13,8 +13,7 @@ class LlamaConfig:
     Attributes:
         qkv_bias: q_proj, k_proj and v_proj have biases, as in Qwen2.5; o_proj has none.
         qk_norm: every head's queries and keys are normalised before RoPE, as in Qwen3.
-        sliding_window: tokens that a token sees, itself included; None for all before it. Sequences longer than
-            the window are refused until the attention has windows.
+        sliding_window: tokens that a token sees, itself included; None for all before it.
         max_position_embeddings: positions that the model is made for; kept for the export, nothing computes with it.
     """
 

@@ -21,7 +21,7 @@ from benchmarks import (
     paper,
     peers,
     plot,
-    predict,
+    tables,
     train_step,
     tune,
 )
@@ -429,7 +429,7 @@ def test_every_case_of_a_training_step_is_a_configuration_that_works():
 
 def test_the_papers_tables_are_what_the_command_prints_and_its_seconds_near_the_published():
     document = paper.DOCUMENT.read_text()
-    assert predict.update(document, paper.make_tables()) == document, "run python -m benchmarks.paper --write"
+    assert tables.update(document, paper.make_tables()) == document, "run python -m benchmarks.paper --write"
     errors = {
         system: [abs(x.error) for x in paper.step_cells() if x.system == system] for system in ("Megatron", "DFA")
     }

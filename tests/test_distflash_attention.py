@@ -222,6 +222,25 @@ def test_eager_and_compiled_calls_agree():
     np.testing.assert_allclose(attend(2)(q, k, v)[0], jax.jit(attend(2))(q, k, v)[0], rtol=1e-5, atol=1e-6)
 
 
+def test_an_eager_call_compiles_attention_as_a_whole(caplog):
+    q, k, v, *_ = oracle.inputs(Case(B=1, T=6, N=1, K=1, H=4))
+    with jax.log_compiles():
+        attend(3)(q, k, v)
+    compiled = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling")]
+    assert len(compiled) < 5, compiled
+
+
+@pytest.mark.parametrize("strategy", ["balanced", "rsa"])
+def test_other_derivatives_than_the_first_in_reverse_mode_are_refused(strategy):
+    q, k, v, *_ = oracle.inputs(Case(B=1, T=4, N=1, K=1, H=4))
+    loss = lambda x: attend(2, strategy=strategy)(q, x, v)[0].sum()
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(loss, (k,), (k,))
+    for second in (jax.hessian(loss), jax.grad(lambda x: jax.grad(loss)(x).sum())):
+        with pytest.raises(NotImplementedError, match="must be differentiated once, in reverse mode"):
+            jax.jit(second)(k)
+
+
 def test_two_head_layouts_live_in_one_process():
     for heads in (MHA, MQA):
         assert_matches(Case(T=16, N=heads[0], K=heads[1], B=1), attend(2))
@@ -311,6 +330,14 @@ GOOD = {"q": (1, 16, 4, 8), "k": (1, 16, 2, 8), "v": (1, 16, 2, 8)}
             {"spec": P(None, "seq", "data"), "k": (1, 16, 1, 8), "v": (1, 16, 1, 8)},
             r"k, v: number of heads 1 must be a mult",
         ),
+        (
+            {"spec": P(None, "seq"), "axis": ["seq"]},
+            r"axis=\['seq'\]: must be the name of a mesh axis, or a tuple of different",
+        ),
+        ({"axis": ("seq", "seq")}, r"axis=\('seq', 'seq'\): must be the name"),
+        ({"scale": float("inf")}, "scale=inf: must be a finite number or None, and known when it compiles"),
+        ({"causal": "yes"}, "causal='yes': must be True, False or None"),
+        ({"sinks": [1.0] * 4}, r"sinks: must be an array of floats, one a head, of shape \(4,\), got list"),
         ({"dtype": jnp.int32}, r"q: dtype must be float32, bfloat16 or float16, got int32"),
         ({"mesh": None}, r"mesh=None: no mesh given and none set"),
     ],
@@ -330,7 +357,7 @@ def test_mixed_dtypes_are_refused():
         distflash_attention(q, k.astype(jnp.bfloat16), v, mesh=make_mesh(seq=2))
 
 
-def test_replicated_operands_inside_shard_map_are_refused():
+def test_what_cannot_be_inside_a_shard_map_is_refused():
     q, k, v = (jnp.zeros(shape) for shape in GOOD.values())
     sharded = P(None, "seq")
     for specs, name in (((P(), sharded, sharded), "q"), ((sharded, P(), P()), "k")):
@@ -340,6 +367,15 @@ def test_replicated_operands_inside_shard_map_are_refused():
     inside = functools.partial(distflash_attention, mesh=make_mesh(seq=2))
     with pytest.raises(ValueError, match=r"mesh=.*: must be None inside a shard_map"):
         jax.shard_map(inside, mesh=make_mesh(seq=2), in_specs=P(None, "seq"), out_specs=P(None, "seq"))(q, k, v)
+    mesh = make_mesh(data=2, seq=2)
+    around = functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    q, k, v = (jnp.zeros((4, *shape[1:])) for shape in GOOD.values())
+    for options, message in (
+        ({"mesh": mesh}, r"mesh=.*: must be None inside a shard_map, whose mesh is taken"),
+        ({"spec": P("data", "seq")}, r"spec=.*: 'data' must be one of the mesh's axes \('seq',\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            around(functools.partial(distflash_attention, **options))(q, k, v)
 
 
 def test_on_a_default_mesh_replicated_arrays_are_cut_and_others_refused():
@@ -354,6 +390,8 @@ def test_on_a_default_mesh_replicated_arrays_are_cut_and_others_refused():
             distflash_attention(q[:, :15], k[:, :15], v[:, :15])
         with pytest.raises(ValueError, match=r"q: is sharded .* must be .*jax.reshard moves it"):
             distflash_attention(jax.reshard(q, P("data")), k, v, spec=P(None, "seq"))
+        with pytest.raises(ValueError, match=r"segment_ids: is sharded .* must be .*jax.reshard moves it"):
+            distflash_attention(q, k, v, segment_ids=jax.reshard(jnp.ones((2, 16), int), P(None, "seq")))
         with pytest.raises(ValueError, match="over axis='seq' alone, got 'data'"):
             distflash_attention(jax.reshard(q, P(None, "data")), k, v)
 

@@ -252,7 +252,7 @@ def test_a_composed_mask_is_what_its_short_form_is(mask, options):
         (lambda: CausalMask(q_offset=1) & WindowMask(4, q_offset=2), "q_offset: must not be given twice"),
         (
             lambda: WindowMask((3, -1)),
-            r"window=\(3, -1\): must be a number of tokens, or \(left, right\), each at least 0",
+            r"window=\(3, -1\): must be a number of tokens, .* or \(left, right\), each at least 0",
         ),
     ],
 )
@@ -326,6 +326,14 @@ def test_any_masks_lengths_and_heads_on_any_workers_equal_dense(data):
     check(case, num_workers, error, strategy=strategy, **options)
 
 
+def test_a_sink_of_minus_infinity_is_none_also_where_no_key_is_seen():
+    q, k, v, *_ = oracle.inputs(Case(T=12, B=1))
+    ids = jnp.array([[0] * 4 + [1] * 8])
+    without, results = (attend(2, segment_ids=ids, sinks=x)(q, k, v) for x in (None, jnp.full(4, -jnp.inf)))
+    for expected, ours in zip(without, results, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("reach", [0, 1, 2, 7])
 def test_a_window_leaves_the_pairs_that_it_reaches(count, reach):
@@ -355,7 +363,13 @@ def test_what_lies_beyond_a_window_is_not_sent():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"window": 0}, "window=0: must be at least 1, the token itself, or None"),
+        ({"window": 0}, "window=0: must be a number of tokens, at least 1 for the token itself, or"),
+        ({"window": 2.5}, "window=2.5: must be a number of tokens"),
+        ({"window": [2, 0]}, r"window=\[2, 0\]: must be a number of tokens"),
+        ({"window": 2, "global_tokens": 1.5}, "global_tokens=1.5: must be a whole number that is known when it comp"),
+        ({"q_offset": jnp.int32(1)}, "q_offset=.*: must be a whole number that is known when it compiles, or None"),
+        ({"softcap": float("nan")}, "softcap=nan: must be positive or None"),
+        ({"prefix_lengths": 5}, r"prefix_lengths: must be an array of integers of shape \(2,\), got int"),
         ({"window": 3, "causal": False}, r"window=3: needs causal=True, or must be \(left, right\)"),
         ({"window": (3, 1)}, r"window=\(3, 1\): the right side must be 0 with causal=True"),
         ({"global_tokens": 3}, "global_tokens=3: needs a window, beyond which they are seen"),
@@ -383,7 +397,7 @@ def test_what_lies_beyond_a_window_is_not_sent():
             r"segment_ids: must be integers of shape \(2, 12\), got int32\(1, 12\)",
         ),
         ({"kv_segment_ids": jnp.zeros((2, 12), int)}, "kv_segment_ids: needs segment_ids, those of the queries"),
-        ({"sinks": jnp.zeros(3)}, r"sinks: must be floats of shape \(4,\), one a head, got float32\(3,\)"),
+        ({"sinks": jnp.zeros(3)}, r"sinks: must be floats, one a head, of shape \(4,\), got float32\(3,\)"),
     ],
 )
 def test_what_a_mask_cannot_be_is_refused(options, message):

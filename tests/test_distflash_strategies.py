@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from counting import collective_bytes, equations, num_collectives, num_forward_launches
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import Case
 from test_distflash_attention import assert_matches, attend, make_mesh
@@ -293,6 +294,16 @@ def test_auto_takes_balanced_unless_another_is_clearly_faster():
     pairs = dataclasses.replace(MACHINES["h200-nodes"], workers_per_node=4)
     assert explain_strategy(*shapes(65536, 32, 8), machine=pairs, mesh=nodes, axis=NODES).chosen == "hybrid"
     assert explain_strategy(*shapes(65536, 32, 8), mesh=make_mesh(seq=1)).chosen == "balanced"
+
+
+def test_an_explanation_finds_its_mesh_as_attention_does():
+    mesh = jax.make_mesh((2, 4), ("data", "seq"), devices=jax.devices()[:8])  # its axes are Explicit
+    q = jax.device_put(jnp.ones((2, 64, 4, 8)), NamedSharding(mesh, P("data", "seq")))
+    assert (explain_strategy(q, q).workers, explain_strategy(q, q).shape.B) == ((4,), 1)
+    with pytest.raises(ValueError, match="mesh=None: no mesh given and none set"):
+        explain_strategy(*shapes(64, 4, 4))
+    with pytest.raises(ValueError, match="q: must have 4 dimensions"):
+        explain_strategy(jnp.ones((64, 4, 8)), q, mesh=mesh)
 
 
 def test_the_explanation_is_a_table_of_times_bytes_and_memory():

@@ -1,5 +1,6 @@
 """train.plan: bytes, FLOPs and the longest sequence, before a run and when one has no memory left."""
 
+import dataclasses
 import functools
 import re
 
@@ -107,6 +108,12 @@ def test_flops_are_six_a_weight_and_token_and_half_of_the_scores():
     dense, attention = step_flops(PRESETS["llama-7b"], batch_size=2, seq_len=8192)
     assert dense == 6 * (6_738_415_616 - 32_000 * 4096) * 2 * 8192
     assert attention == pytest.approx(12 * 32 * 4096 * 2 * 8192**2 / 2, rel=2e-4)
+
+
+@pytest.mark.parametrize("window, scores", [(1, 6), (4, 1 + 2 + 3 + 4 + 4 + 4), (6, 21), (9, 21)])
+def test_scores_beyond_a_sliding_window_are_no_flops(window, scores):
+    model = dataclasses.replace(PRESETS["tiny"], sliding_window=window)
+    assert step_flops(model, batch_size=1, seq_len=6)[1] == 12 * 2 * 4 * 32 * scores
 
 
 def test_a_step_takes_longer_where_more_is_done_again():

@@ -26,12 +26,15 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 def step_flops(model: LlamaConfig, *, batch_size: int, seq_len: int) -> tuple[int, int]:
     """(dense, attention) FLOPs of a step over all devices: six a weight and token, and causal attention thrice.
 
-    What is done twice for the sake of memory counts once; the backward counts as two forwards.
+    What is done twice for the sake of memory counts once; the backward counts as two forwards. Scores that a sliding
+    window hides count nothing.
     """
     # The lookup multiplies nothing; a tied table is a head too.
     table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     dense = 6 * (model.num_parameters - table) * batch_size * seq_len
-    pairs = batch_size * seq_len * (seq_len + 1) // 2
+    triangle = lambda length: length * (length + 1) // 2
+    hidden = max(seq_len - model.sliding_window, 0) if model.sliding_window else 0
+    pairs = batch_size * (triangle(seq_len) - triangle(hidden))
     attention = 3 * 4 * pairs * model.num_attention_heads * model.head_dim * model.num_hidden_layers
     return dense, attention
 
