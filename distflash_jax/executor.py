@@ -18,11 +18,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from distflash_jax.masks import Band, Segments
-from distflash_jax.merge import Arrays, add_valid, merge_valid
 from distflash_jax.placement import Axis
 from distflash_jax.table import MERGED_AT_ONCE, WHOLE, Part, Permutation, Schedule, Side, Step
 from pallas_kernels.block import BlockAttention, Box, Gradients, Operand, Partial
 from pallas_kernels.masks import Mask
+from pallas_kernels.merge import Arrays, add_valid, merge_valid
 
 Combine = Callable[[Arrays | None, Arrays, Bool[Array, ""] | None], Arrays]
 

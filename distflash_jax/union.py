@@ -15,10 +15,10 @@ from jaxtyping import Array, Float
 
 from distflash_jax.collectives import operand, scope
 from distflash_jax.masks import Band, Segments
-from distflash_jax.merge import merge
 from distflash_jax.placement import Axis
 from pallas_kernels.block import BlockAttention, Gradients, Operand, Partial, vary_like
 from pallas_kernels.masks import Mask
+from pallas_kernels.merge import merge
 
 Arrays = tuple[Array, ...]
 

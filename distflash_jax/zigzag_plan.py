@@ -17,12 +17,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Shaped
 
 from distflash_jax.masks import Segments
-from distflash_jax.merge import Arrays, add_valid, merge_valid
 from distflash_jax.placement import Axis
 from distflash_jax.schedule import zigzag_owner
 from distflash_jax.table import Permutation
 from pallas_kernels.block import BlockAttention, Box, Gradients, Operand, Partial
 from pallas_kernels.masks import Mask
+from pallas_kernels.merge import Arrays, add_valid, merge_valid
 
 Combine = Callable[[Arrays, Arrays, Bool[Array, ""] | None], Arrays]
 

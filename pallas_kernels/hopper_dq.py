@@ -39,7 +39,7 @@ def query_gradient(
     lse, delta = queries._replace(own=queries.own[2:], peer=queries.peer and queries.peer[2:]).read()
     rows = queries._replace(own=queries.own[:2], peer=queries.peer and queries.peer[:2])
     gpu = plgpu.InterpretGPUParams(detect_races=True) if interpret else None
-    layout, rows, keys, numbers = hopper_rows.prepare("dq", rows, keys, mask, scale, softcap, jnp.float32, blocks, gpu)
+    layout, rows, keys, calls = hopper_rows.prepare("dq", rows, keys, mask, scale, softcap, jnp.float32, blocks, gpu)
     # lse = inf where a row sees nothing, and behind the end: its weights are exp2(-inf) = 0 whatever lies there.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     padding = ((0, 0), (0, layout.num_row_tiles * layout.rows - lse.shape[1]), (0, 0))
@@ -49,7 +49,7 @@ def query_gradient(
     scratch["stats_smem"] = plgpu.SMEM((layout.blocks.warpgroups, 2, ROWS), jnp.float32)
     if not interpret:
         block_sizes.check_shared_memory(scratch, layout.blocks)
-    return plgpu.kernel(
+    run = plgpu.kernel(
         partial(_kernel, layout),
         out_type=jax.ShapeDtypeStruct((layout.B, layout.T, layout.N, layout.H), jnp.float32),
         scratch_types=scratch,
@@ -60,7 +60,9 @@ def query_gradient(
         kernel_name="hopper_dq",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=gpu,
-    )(stats.transpose(0, 3, 2, 1), *numbers, *rows.own, *(rows.peer or ()), *keys.own, *(keys.peer or ()))
+    )
+    arrays = (*rows.own, *(rows.peer or ()), *keys.own, *(keys.peer or ()))
+    return sum(run(stats.transpose(0, 3, 2, 1), *numbers, *arrays) for numbers in calls)
 
 
 def _kernel(layout: Layout, stats_ref: Any, *refs: Any, **scratch: Any) -> None:

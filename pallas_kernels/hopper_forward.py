@@ -9,6 +9,7 @@ Source: FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -30,6 +31,7 @@ from pallas_kernels.block import Operand, Partial, vary_like
 from pallas_kernels.block_sizes import ForwardBlocks
 from pallas_kernels.hopper_rows import LOG2_E, ROWS, Layout, Task, across_columns
 from pallas_kernels.masks import Mask
+from pallas_kernels.merge import merge
 
 LANES = 8  # columns of the narrowest array in registers
 TOP_SLACK = 8  # in units of log 2: weights grow to 256 before a running maximum is replaced
@@ -55,17 +57,19 @@ def forward(
     """
     q = queries.own[0]
     num_rows, head_dim = queries.box.num_rows, q.shape[-1]
-    layout, queries, keys, numbers = hopper_rows.prepare(
+    layout, queries, keys, calls = hopper_rows.prepare(
         "forward", queries, keys, mask, scale, softcap, dtype, blocks, interpret
     )
+    if len(calls) > 1:
+        layout = replace(layout, dtype=jnp.dtype(jnp.float32))
     scratch = hopper_rows.make_scratch(layout, q.dtype, num_q_arrivals=1)
     scratch["lse_smem"] = plgpu.SMEM((layout.blocks.warpgroups, ROWS), jnp.float32)
     if interpret is None:
         block_sizes.check_shared_memory(scratch, layout.blocks)
-    out, lse = plgpu.kernel(
+    run = plgpu.kernel(
         partial(_kernel, layout),
         out_type=(
-            jax.ShapeDtypeStruct((layout.B, layout.T, layout.N, layout.H), dtype),
+            jax.ShapeDtypeStruct((layout.B, layout.T, layout.N, layout.H), layout.dtype),
             # Whole tiles: the copy of a one-dimensional piece is not clipped at the end of its row.
             jax.ShapeDtypeStruct((layout.B, layout.N, layout.num_row_tiles * layout.rows), jnp.float32),
         ),
@@ -77,8 +81,14 @@ def forward(
         kernel_name="hopper_forward",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
-    )(*numbers, *queries.own, *(queries.peer or ()), *keys.own, *(keys.peer or ()))
-    return vary_like(out[:, :num_rows, :, :head_dim], q), vary_like(lse[:, :, :num_rows].transpose(0, 2, 1), q)
+    )
+
+    def part(numbers: tuple[Array, ...]) -> Partial:
+        out, lse = run(*numbers, *queries.own, *(queries.peer or ()), *keys.own, *(keys.peer or ()))
+        return out[:, :num_rows, :, :head_dim], lse[:, :, :num_rows].transpose(0, 2, 1)
+
+    out, lse = reduce(merge, map(part, calls))
+    return vary_like(out.astype(dtype), q), vary_like(lse, q)
 
 
 def _kernel(layout: Layout, *refs: Any, **scratch: Any) -> None:

@@ -7,7 +7,7 @@ becomes free, of the tiles of keys and values.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -26,6 +26,8 @@ COPY_COLUMNS = 32  # float32 numbers of a row of such a tile
 ROWS = 64  # of one wgmma instruction, which one warpgroup issues
 STAGED_BYTES = 128  # of a row of results that are in shared memory at a time
 LOG2_E = math.log2(math.e)
+# The matrix units cut off what does not fit in a sum: at most so many keys are added up by them, in whole tiles.
+MAX_KEYS = 128 * 1024
 # K and V of the heads that run together should stay in the L2 cache, 50 MB and more, less what q and out take.
 L2_BYTES = 32 << 20
 
@@ -82,8 +84,11 @@ class Layout:
 def prepare(
     direction: str, queries: Operand, keys: Operand, mask: Mask, scale: float, softcap: float | None,
     dtype: DTypeLike, blocks: ForwardBlocks | None, interpret: Any,
-) -> tuple[Layout, Operand, Operand, tuple[Array, ...]]:  # fmt: skip
-    """(layout, operands as the kernel takes them, the arrays of numbers that Task.read reads)."""
+) -> tuple[Layout, Operand, Operand, list[tuple[Array, ...]]]:  # fmt: skip
+    """(layout, operands as the kernel takes them, for each call the arrays of numbers that Task.read reads).
+
+    There is a call for each MAX_KEYS keys; their results have to be merged.
+    """
     q, k = queries.own[0], keys.own[0]
     N, K = queries.box.num_heads, keys.box.num_heads
     if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype:
@@ -111,7 +116,19 @@ def prepare(
     scalars = jnp.stack([jnp.asarray(x).astype(jnp.int32) for x in scalars])
     table = mask.key_tiles(num_rows, layout.rows, num_keys, layout.blocks.keys)
     segments = mask.tile_segments(layout.rows, layout.blocks.keys) if layout.has_segments else ()
-    return layout, queries, keys, (scalars, table, *segments)
+    num_tiles, span = pl.cdiv(num_keys, layout.blocks.keys), pl.cdiv(MAX_KEYS, layout.blocks.keys)
+    walks = [_walk(table, first, min(first + span, num_tiles)) for first in range(0, num_tiles, span)]
+    return layout, queries, keys, [(scalars, walk, *segments) for walk in walks]
+
+
+def _walk(table: Int[Array, "B tiles 4"], first: int, behind: int) -> Int[Array, "B tiles 4"]:
+    """The numbers of Tiles, for the tiles of Mask.key_tiles that lie in first .. behind - 1."""
+    start, full_start, full_stop, stop = jnp.moveaxis(jnp.clip(table, first, behind), -1, 0)
+    hidden = jnp.where(table[..., 3] <= first, first, behind - 1)
+    last = jnp.where(start == stop, hidden, stop - 1)
+    num_tiles = jnp.maximum(stop - start, 1)
+    first_full = jnp.clip(last + 1 - full_stop, 1, num_tiles)  # the first step is always masked
+    return jnp.stack([last, num_tiles, first_full, jnp.clip(last + 1 - full_start, first_full, num_tiles)], axis=-1)
 
 
 def make_scratch(layout: Layout, dtype: jnp.dtype, num_q_arrivals: int) -> dict[str, Any]:
@@ -146,27 +163,17 @@ def row_tiles(shape: tuple[int, ...], dtype: jnp.dtype, swizzle: int = 128) -> A
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """The tiles of keys that a thread block visits, from the last one to the first.
 
-    num_tiles: at least one; where nothing is visible it is masked as a whole, which gives 0 and -inf without a case of
-    its own. first_full, stop_full: steps of the loop between which every key is visible to every row.
+    num_tiles: at least one; where nothing is visible it is one in which nothing is, which gives 0 and -inf without a
+    case of its own. first_full, stop_full: steps of the loop between which every key is visible to every row.
     """
 
     last: Int[Array, ""]
     num_tiles: Int[Array, ""]
     first_full: Int[Array, ""]
     stop_full: Int[Array, ""]
-
-    @classmethod
-    def read(cls, table_ref: Any, batch: Int[Array, ""], tile: Int[Array, ""]) -> "Tiles":
-        start, full_start, full_stop, stop = (table_ref[batch, tile, i] for i in range(4))
-        last = jnp.maximum(stop - 1, 0)
-        num_tiles = jnp.maximum(stop - start, 1)
-        # The first step is always masked.
-        first_full = jnp.clip(last + 1 - full_stop, 1, num_tiles)
-        return cls(last, num_tiles, first_full, jnp.clip(last + 1 - full_start, first_full, num_tiles))
 
 
 @dataclass(frozen=True)
@@ -219,7 +226,7 @@ class Task:
         kv_head = divide(head, layout.N // layout.K)[0]
         return cls(
             Mask(q_start, k_start, k_stop, layout.is_causal, layout.window), batch, head, tile,
-            Tiles.read(table_ref, batch if layout.has_segments else 0, tile),
+            Tiles(*(table_ref[batch if layout.has_segments else 0, tile, i] for i in range(4))),
             Source(q_refs, is_q_peer, layout.starts[0], batch, head),
             Source(kv_refs, is_kv_peer, layout.starts[1], batch, kv_head), segments,
         )  # fmt: skip

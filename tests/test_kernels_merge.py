@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflash_jax.merge import merge
+from pallas_kernels.merge import merge
 
 
 def partial(seed, offset=0.0):
