@@ -5,11 +5,12 @@ that repeats bit by bit. A peer has no backward alone: its backward is both minu
 block kernels of ours (hopper is the default, triton another). `torch`, PyTorch's FlashAttention-2, is measured before
 the others. The bound of a row is the rate of a bfloat16 matrix product of 8192 x 8192 in the same run. What cannot run
 is named in one line and left out.
-`--table` measures nothing and prints the newest rows.
+`--table` measures nothing and prints the newest rows; `--write` puts them into the documents.
 """
 
 import argparse
 import functools
+import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,12 +22,14 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from benchmarks.cases import KERNEL_DEFAULT, Case, select
+from benchmarks import tables
+from benchmarks.cases import KERNEL, KERNEL_DEFAULT, Case, select
 from benchmarks.harness import RESULTS, Quantiles, newest_rows, time_in_turns, write_rows
 from benchmarks.peers import LABELS, PEERS, TORCH, TRITON_LABELS, Peer, available, one_line, time_torch
 from distflash_jax import cost
 from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Box, Mask, Operand
 
+ROOT = Path(__file__).parent.parent
 OURS = "hopper"
 # Of each mode, in units of the forward's operations; deterministic counts what it must do, not what it does twice.
 WORK = cost.WORK | {"both": sum(cost.WORK.values()), "deterministic": cost.WORK["backward"]}
@@ -209,8 +212,17 @@ def make_table(
     header = ["case"]
     for mode in ("forward", "backward"):
         header += [f"{mode}: {labels[ours]}", *list(labels.values())[1:], f"{labels[ours]} / {labels[other]}"]
-    rule = ["---", *["--:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))
+    return tables.markdown(header, lines, num_words=1)
+
+
+def write_tables() -> None:
+    """The tables of the newest rows, in the documents: README.md keeps its cases, docs/speed.md has all."""
+    rows = newest_rows(RESULTS / "kernel.csv")
+    for path in (ROOT / "README.md", ROOT / "docs/speed.md"):
+        text = path.read_text()
+        names = set(re.findall(r"^\| (\d+k_\w+) \|", text, flags=re.MULTILINE))
+        cases = [case for name, case in KERNEL.items() if name in names or path.stem == "speed"]
+        path.write_text(tables.update(text, {"kernel.csv": make_table(rows, cases)}))
 
 
 def main():
@@ -221,7 +233,11 @@ def main():
     parser.add_argument("--peers", nargs="*", choices=[*PEERS, TORCH], default=list(LABELS)[1:])
     parser.add_argument("--out", type=Path, default=RESULTS / "kernel.csv", help="where rows are added, or read from")
     parser.add_argument("--table", action="store_true", help="print the newest rows of the cases as Markdown")
+    parser.add_argument("--write", action="store_true", help="put them into README.md and docs/speed.md")
     arguments = parser.parse_args()
+    if arguments.write:
+        write_tables()
+        return
     try:
         cases = select(arguments.cases)
     except ValueError as error:
