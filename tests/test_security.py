@@ -26,11 +26,9 @@ from train import data, llama, loop
 
 found, sockets = set(), set()
 RUNNING = "pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect"
-# It hands its own events to its own thread through a pipe.
-OF_TENSORBOARDX = [("builtins", "object"), ("tensorboardX.proto.event_pb2", "Event")]
 
 def audit(event, values):
-    if event in RUNNING and values not in OF_TENSORBOARDX:
+    if event in RUNNING:
         found.add(f"{event} {values}")
     elif event == "exec" and str(getattr(values[0], "co_filename", "")).startswith(folder):
         found.add(f"{event} {values}")

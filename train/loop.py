@@ -217,10 +217,11 @@ def _compile(
 
 def _make_sinks(config: Config, run_dir: Path, *, first_step: int) -> list[Sink]:
     settings = settings_of(config)
+    # First what may not start.
+    trackers = [] if config.log is None else [Tracker(config.log, run_dir, first_step=first_step, settings=settings)]
     tensorboard = TensorBoard(run_dir, first_step=first_step)
     if first_step == 1:
         tensorboard.describe(settings, _timeline(config))
-    trackers = [] if config.log is None else [Tracker(config.log, run_dir, first_step=first_step, settings=settings)]
     return [tensorboard, *trackers]
 
 
