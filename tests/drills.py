@@ -3,9 +3,9 @@
 `python -m tests.drills` (`make drills`) runs all; `--only NAME` runs some, `--kills N` kills at N random times.
 tests/test_drills.py runs the quick ones. Each is told of in docs/reliability.md: what is done, and what happens.
 
-A drill is a function of a `Lab` that does and asserts it. Five things are compared with a run that was left alone: losses
-by step, the checksum of the state at the end, the batches that were seen, exit code and last line, and that nothing
-half-written stays.
+A drill is a function of a `Lab` that does and asserts it. Five things are compared with a run that was left alone:
+losses by step, the checksum of the state at the end, the batches that were seen, exit code and last line, and that
+nothing half-written stays.
 """
 
 import argparse
