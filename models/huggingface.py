@@ -5,10 +5,11 @@ Only safetensors: a .bin or .pt file is a pickle, which can run code when it is 
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -135,21 +136,24 @@ def save(
     files = _divide(struct, max_file_bytes // target.itemsize)
     names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
     names = ["model.safetensors"] if len(files) == 1 else names
-    path, array = None, np.empty(0)
+    arrays = _on_disk(itertools.chain.from_iterable(files), read, target)
     for name, tensors in zip(names, files, strict=True):
-        content = {}
-        for tensor in tensors:
-            if tensor.path != path:
-                path, array = tensor.path, read(tensor.path)
-            part = array if tensor.layer is None else array[tensor.layer]
-            content[tensor.name] = tensor.to_disk(part, target)
-        save_file(content, directory / name, metadata={"format": "pt"})
+        save_file({tensor.name: next(arrays) for tensor in tensors}, directory / name, metadata={"format": "pt"})
     if len(files) > 1:
         total = sum(math.prod(tensor.shape) for tensors in files for tensor in tensors) * target.itemsize
         homes = {tensor.name: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
         (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return names
+
+
+def _on_disk(tensors: Iterable[_Tensor], read: Callable[[str], np.ndarray], dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Each as the file has it."""
+    for path, parts in itertools.groupby(tensors, key=lambda tensor: tensor.path):
+        array = read(path)
+        for tensor in parts:
+            yield tensor.to_disk(array if tensor.layer is None else array[tensor.layer], dtype)
+        del array  # before the next one is read
 
 
 def _leaves(params: Params) -> dict[str, Any]:

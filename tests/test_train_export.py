@@ -14,7 +14,7 @@ from train import data, export
 from train.checkpoint import Checkpoints
 from train.config import model_of, open_run_dir, parse
 from train.flags import InputError
-from train.loop import _imported, _resolve, build_program
+from train.loop import _imported, _resolve, _tell_of_guessing, build_program
 from train.mesh import make_mesh
 
 FLAGS = ["--mesh", "data=2,seq=4", "--platform", "cpu", "--seq-len", "64"]
@@ -73,6 +73,13 @@ def test_the_export_follows_the_checkpoint_where_the_folder_that_it_began_from_i
     export.export(run_dir, tmp_path / "out")
     assert "no tokenizer" in capsys.readouterr().out
     assert read_independently(tmp_path / "out") == read_independently(model)
+
+
+def test_a_model_that_knows_nothing_of_the_data_is_told_of(capsys):
+    _tell_of_guessing(3.0, 32000)
+    assert capsys.readouterr().err == ""
+    _tell_of_guessing(9.9, 32000)
+    assert "the first loss, 9.90, is near 10.37, that of a guess among 32,000 tokens" in capsys.readouterr().err
 
 
 def test_a_run_outlives_the_folder_that_it_began_from_and_refuses_another(began, tmp_path):

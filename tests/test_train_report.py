@@ -1,6 +1,7 @@
 """train.report and train.sinks: where the time went, what a step tells, and who else is told."""
 
 import json
+import resource
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from train import distributed, llama, loop, plan
+from train import distributed, llama, loop, plan, sinks
 from train.config import parse
 from train.flags import InputError
 from train.report import Clock, Pace, Report
@@ -154,6 +155,34 @@ def test_tensorboard_has_the_settings_and_the_schedule_as_text_and_picture(tmp_p
     assert b"    step 0  q0.k0" in texts[1]
     assert loop._timeline(parse([*SMALL, "--strategy", "ulysses"])) is None, "no table to draw"
     assert events.Images("schedule")[0].encoded_image_string.startswith(b"\x89PNG")
+
+
+def curve(run_dir):
+    events = EventAccumulator(str(run_dir))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("loss")]
+
+
+def test_curves_are_in_order_and_on_disk_whatever_the_clock_says(tmp_path, monkeypatch):
+    for clock, steps in ((2e9, [1, 2, 3]), (1e9, [3, 4]), (1e9, [4, 5])):
+        monkeypatch.setattr(sinks.time, "time", lambda clock=clock: clock)
+        board = TensorBoard(tmp_path, first_step=steps[0])
+        for step in steps:
+            board.scalars(step, {"loss": clock})
+        assert curve(tmp_path)[-1] == (steps[-1], clock), "before it is closed"
+        board.close()
+    assert curve(tmp_path) == [(1, 2e9), (2, 2e9), (3, 1e9), (4, 1e9), (5, 1e9)]
+
+
+def test_curves_go_on_once_a_full_disk_has_room_again(tmp_path, capsys):
+    board = TensorBoard(tmp_path, first_step=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in range(1, 400):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3001 if 20 < step < 300 else limits[0], limits[1]))
+        board.scalars(step, {"loss": step})
+    board.close()
+    assert [step for step, _ in curve(tmp_path)] == list(range(1, 400))
+    assert capsys.readouterr().err == "warning   scalars are missing in TensorBoard's files (File too large)\n"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train import checksum, distributed
+from train import checksum
 from train.exits import Exit, Stop
 from train.report import say
 
@@ -65,10 +65,10 @@ def checked(
     def take(number: int, state: Any, batch: Any) -> tuple[Any, Any]:
         if every is None or number % every:
             return step(state, batch)
-        first = _sums(by_name(step(jax.tree.map(jnp.copy, state), batch)[0]))
+        first = checksum.by_device(by_name(step(jax.tree.map(jnp.copy, state), batch)[0]))
         state, metrics = step(state, batch)
         arrays = by_name(state)
-        second = _sums(arrays)
+        second = checksum.by_device(arrays)
         if found := _difference(first, second):
             device, name = _devices(arrays)[found[0]], list(arrays)[found[1]]
             what = f"step {number}, taken twice on the same batch, gave another {name} on {_named(device)}"
@@ -85,17 +85,12 @@ _ADVICE = "a device that computes wrongly, or without --deterministic a kernel w
 def _compare_replicas(step: int, arrays: dict[str, jax.Array], sums: np.ndarray) -> None:
     devices = _devices(arrays)
     for i, (name, array) in enumerate(arrays.items()):
-        parts = array.sharding.devices_indices_map(array.shape)
-        first = {str(parts[device]): j for j, device in reversed(list(enumerate(devices)))}
-        for j, device in enumerate(devices):
-            other = first[str(parts[device])]
-            if (sums[j, i] != sums[other, i]).any():
-                what = f"after step {step}, {name} on {_named(device)} is not what it is on {_named(devices[other])}"
+        first, *others = np.array(checksum.holders(array.sharding, array.shape))
+        for replica in others:
+            for j in np.flatnonzero((sums[replica, i] != sums[first, i]).any(axis=1)):
+                here, there = _named(devices[replica[j]]), _named(devices[first[j]])
+                what = f"after step {step}, {name} on {here} is not what it is on {there}"
                 raise Stop(Exit.NOT_DETERMINISTIC, f"{what}: {_ADVICE}")
-
-
-def _sums(arrays: dict[str, jax.Array]) -> np.ndarray:
-    return distributed.gather(checksum.by_device(arrays))
 
 
 def _devices(arrays: dict[str, jax.Array]) -> list[Any]:

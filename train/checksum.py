@@ -4,41 +4,54 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
 # Odd multipliers of two sums, so that what one misses, the other finds.
 _MULTIPLIERS = (0x9E3779B1, 0x85EBCA6B)
+# Elements that are summed at a time: of all, XLA:CPU would keep every product.
+_PIECE = 2**21
 
 
 def digests(arrays: Mapping[str, Array]) -> dict[str, str]:
     """Dtype, shape and a checksum of 64 bits of each array, by its name.
 
     The checksum is a sum of the elements' bits, each times an odd hash of its index, modulo 2^32: exact in any order,
-    so whichever devices hold the parts, and changed by every flip of a single bit. Where replicas of an array differ
-    between devices of this process, it has the checksums of all of them.
+    so whichever devices hold the parts, and changed by every flip of a single bit. Where replicas of an array differ,
+    it has the checksums of all of them. All processes that hold parts have to ask.
+    """
+    sums = by_device(arrays)
+    found = {}
+    for i, (name, leaf) in enumerate(arrays.items()):
+        replicas = sums[list(holders(leaf.sharding, leaf.shape)), i].sum(axis=1, dtype=np.uint32)
+        found[name] = f"{describe(leaf)} {'/'.join(sorted({replica.tobytes().hex() for replica in replicas}))}"
+    return found
+
+
+def by_device(arrays: Mapping[str, Array]) -> np.ndarray:
+    """uint32[devices, arrays, 2]: what each device of their mesh, by the part that it holds, adds to each checksum.
+
+    Equal where two devices hold the same part. All processes that hold parts have to ask.
     """
     leaves = list(arrays.values())
-    # The sums of all arrays on each device, which should have the same.
-    found = [np.asarray(shard.data) for shard in _sums(_replicated(leaves[0].sharding))(leaves).addressable_shards]
-    return {
-        name: f"{describe(leaf)} {'/'.join(sorted({sums[i].tobytes().hex() for sums in found}))}"
-        for i, (name, leaf) in enumerate(arrays.items())
-    }
+    # Replicated, so that every process has a copy.
+    return np.asarray(_sums(tuple(_named(leaf.sharding) for leaf in leaves))(leaves).addressable_data(0))
 
 
-def by_device(arrays: Mapping[str, Array]) -> Array:
-    """uint32[devices, arrays, 2]: the sums of the part of each array that each device of their mesh holds.
-
-    Equal where two devices hold the same part. The result is spread over the devices as the arrays are.
-    """
-    leaves = list(arrays.values())
-    return _own_sums(tuple(leaf.sharding for leaf in leaves))(leaves)
+@functools.cache
+def holders(sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Replicas of an array, each as the numbers, in the mesh, of devices that together hold it."""
+    by_part: dict[str, list[int]] = {}
+    indices = sharding.devices_indices_map(shape)
+    for number, device in enumerate(cast(Mesh, _named(sharding).mesh).devices.flat):
+        by_part.setdefault(str(indices[device]), []).append(number)
+    return tuple(zip(*by_part.values(), strict=True))
 
 
 def of_state(digests: Mapping[str, str]) -> str:
@@ -52,38 +65,52 @@ def describe(array: Array | jax.ShapeDtypeStruct) -> str:
     return f"{jnp.dtype(array.dtype).name}[{','.join(map(str, array.shape))}]"
 
 
-def _replicated(sharding: Sharding) -> Sharding:
-    return NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
+def _named(sharding: Sharding) -> NamedSharding:
+    """On a mesh also where it is that of a single device."""
+    return sharding if isinstance(sharding, NamedSharding) else NamedSharding(Mesh([*sharding.device_set], "x"), P())
 
 
 @functools.cache
-def _own_sums(shardings: tuple[NamedSharding, ...]):
-    mesh = shardings[0].mesh
-
+def _sums(shardings: tuple[NamedSharding, ...]):
     def sums(leaves: Iterable[Array]) -> UInt32[Array, "1 arrays 2"]:
-        return jnp.stack([_sums_of(leaf) for leaf in leaves])[None]
+        return jnp.stack([_sums_of_part(*given) for given in zip(leaves, shardings, strict=True)])[None]
 
+    mesh, specs = shardings[0].mesh, [sharding.spec for sharding in shardings]
     # Replicas are to be told apart, which shard_map would take for one value.
-    specs = [sharding.spec for sharding in shardings]
     own = jax.shard_map(sums, mesh=mesh, in_specs=(specs,), out_specs=P(mesh.axis_names), check_vma=False)
-    return jax.jit(own)
+    return jax.jit(own, out_shardings=NamedSharding(mesh, P()))
 
 
-@functools.cache
-def _sums(replicated: Sharding):
-    def sums(leaves: Iterable[Array]) -> UInt32[Array, "arrays 2"]:
-        return jnp.stack([_sums_of(leaf) for leaf in leaves])
+def _sums_of_part(part: Array, sharding: NamedSharding) -> UInt32[Array, "2"]:
+    """Of what a device holds of an array that is spread so."""
+    if part.size >= 2**32:
+        raise ValueError(f"{describe(part)}: at most 2**32 elements of an array on a device")
+    flat, size = part.reshape(-1), min(part.size, _PIECE)
 
-    return jax.jit(sums, out_shardings=replicated)
+    def add(piece: Array, sums: Array) -> UInt32[Array, "2"]:
+        # The last one begins within the one before, of which it leaves out what is summed already.
+        begin = piece * np.uint32(size)
+        local = jnp.minimum(begin, np.uint32(part.size - size)) + jnp.arange(size, dtype=jnp.uint32)
+        words = jnp.where(local >= begin, _words(jax.lax.dynamic_slice(flat, (local[0],), (size,))).T, 0)
+        index = _index(local, part.shape, sharding) * np.uint32(words.ndim)
+        # Of an element of 64 bits, two words.
+        index += jnp.arange(words.ndim, dtype=jnp.uint32)[:, None] if words.ndim == 2 else np.uint32(0)
+        hashes = [jnp.sum(words * _odd_hash(index, np.uint32(m)), dtype=jnp.uint32) for m in _MULTIPLIERS]
+        return sums + jnp.stack(hashes)
+
+    return jax.lax.fori_loop(np.uint32(0), np.uint32(-(-part.size // size)), add, jnp.zeros(2, jnp.uint32))
 
 
-def _sums_of(array: Array) -> UInt32[Array, "2"]:
-    words = _words(array)
-    index = jnp.zeros(words.shape, jnp.uint32)
-    for axis in range(words.ndim):
-        stride = np.uint32(math.prod(words.shape[axis + 1 :]) % 2**32)
-        index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * stride
-    return jnp.stack([jnp.sum(words * _odd_hash(index, np.uint32(m)), dtype=jnp.uint32) for m in _MULTIPLIERS])
+def _index(local: UInt32[Array, "n"], shape: tuple[int, ...], sharding: NamedSharding) -> UInt32[Array, "n"]:
+    """Indices in the whole array, modulo 2^32, of those in this device's part, which has this shape."""
+    index, stride = jnp.zeros_like(local), 1
+    for axis in reversed(range(len(shape))):
+        names = sharding.spec[axis] if axis < len(sharding.spec) else None
+        size, names = np.uint32(shape[axis]), (names,) if isinstance(names, str) else names or ()
+        offset = jax.lax.axis_index(names).astype(jnp.uint32) * size if names else np.uint32(0)
+        index += (local % size + offset) * np.uint32(stride % 2**32)
+        local, stride = local // size, stride * shape[axis] * math.prod(sharding.mesh.shape[name] for name in names)
+    return index
 
 
 def _words(array: Array) -> UInt32[Array, "..."]:

@@ -4,6 +4,7 @@ A point is a name that the code passes, `@N` for its step N alone and `/P` for p
 Several faults are separated by spaces. Actions are those of `_ACTIONS`.
 """
 
+import ctypes
 import os
 import resource
 import signal
@@ -22,6 +23,10 @@ def _limit_files(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
+def _shift_clock(seconds: int) -> None:
+    ctypes.c_long.in_dll(ctypes.CDLL(None), "clock_shift").value += seconds
+
+
 _ACTIONS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "int": lambda: os.kill(os.getpid(), signal.SIGINT),
@@ -33,6 +38,9 @@ _ACTIONS = {
     # No file of this process can grow past 4 KiB, as on a full disk, until `free`.
     "full": lambda: _limit_files(4096),
     "free": lambda: _limit_files(resource.RLIM_INFINITY),
+    # The wall clock jumps by 100 days, where tests/clock.c is preloaded.
+    "ahead": lambda: _shift_clock(8_640_000),
+    "back": lambda: _shift_clock(-8_640_000),
 }
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -132,6 +133,8 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
                         metrics = jax.device_get(metrics)
                 metrics = {name: value.item() for name, value in metrics.items()}
                 bad_steps.check(done, metrics, batches.last)
+                if done == 1 and config.init_from is not None:
+                    _tell_of_guessing(metrics["loss"], config.llama.vocab_size)
                 report.step(done, metrics | pace.metrics | _memory(mesh) | _idle(config, rows))
                 stop = saver.after_step(done, state, batches.position)
                 is_last = done == config.steps
@@ -217,10 +220,11 @@ def _compile(
 
 def _make_sinks(config: Config, run_dir: Path, *, first_step: int) -> list[Sink]:
     settings = settings_of(config)
+    # First what may not start.
+    trackers = [] if config.log is None else [Tracker(config.log, run_dir, first_step=first_step, settings=settings)]
     tensorboard = TensorBoard(run_dir, first_step=first_step)
     if first_step == 1:
         tensorboard.describe(settings, _timeline(config))
-    trackers = [] if config.log is None else [Tracker(config.log, run_dir, first_step=first_step, settings=settings)]
     return [tensorboard, *trackers]
 
 
@@ -326,6 +330,15 @@ def _imported(directory: Path, program: Program, init: Callable[[], TrainState])
         raise InputError(f"--init-from {directory}: {error}") from error
     say(f"weights   {directory}")
     return dataclasses.replace(init(), params=params)
+
+
+def _tell_of_guessing(loss: float, vocab_size: int) -> None:
+    """One line if a model that was trained elsewhere knows next to nothing of the data."""
+    if loss > 0.7 * math.log(vocab_size):
+        say(
+            f"warning   the first loss, {loss:.2f}, is near {math.log(vocab_size):.2f}, that of a guess among "
+            f"{vocab_size:,} tokens: weights, config.json and tokenizer may not belong together"
+        )
 
 
 def _tell_of_exposed(compiled_text: str | None) -> None:

@@ -5,12 +5,19 @@ import importlib
 import importlib.util
 import json
 import os
+import socket
+import struct
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-import tensorboardX
+from tensorboardX import summary
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.utils import figure_to_image
 
 from distflash_jax import plot
 from distflash_jax.timeline import Timeline
@@ -28,59 +35,61 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run-dir; what an earlier session wrote of `first_step` and later ones is taken back."""
+    """Event files in the run-dir; what an earlier session wrote of `first_step` and later ones is taken back.
+
+    Not tensorboardX's writer: its thread ends where a disk is full or the clock is put back by weeks, and then its
+    queue blocks the run.
+    """
 
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
-        self._writer = tensorboardX.SummaryWriter(
-            str(run_dir), purge_step=first_step if first_step > 1 else None, flush_secs=10
-        )
-        # Of a disk that is full its thread would die, and then the queue of what is to be written block the run.
-        events: Any = cast(Any, self._writer.file_writer).event_writer
-        events._ev_writer = events._worker._record_writer = _Undisturbed(events._ev_writer)
+        # A buffer in which a record finds room whole is one that keeps records whole where a disk takes them in part.
+        self._file = (run_dir / _next_name(run_dir)).open("xb", buffering=2**20)
+        self._has_told = False
+        self._write(file_version="brain.Event:2")
+        if first_step > 1:
+            self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        found = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step=step, summary=Summary(value=found))
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._writer.add_text(name, _as_code(text), step)
+        self._write(step=step, summary=summary.text(name, _as_code(text)))
 
     def describe(self, settings: dict[str, Any], timeline: Timeline | None) -> None:
         """Adds the configuration as text, and the table of attention, if any, with a picture if matplotlib is there."""
-        self._writer.add_text("config", _as_code(json.dumps(settings, indent=2)))
+        self.text(0, "config", json.dumps(settings, indent=2))
         if timeline is None:
             return
-        self._writer.add_text("schedule", _as_code(f"{timeline.schedule}\n\n{plot.text(timeline)}"))
+        self.text(0, "schedule", f"{timeline.schedule}\n\n{plot.text(timeline)}")
         if importlib.util.find_spec("matplotlib"):
-            self._writer.add_figure("schedule", plot.figure(timeline))
+            picture = figure_to_image(plot.figure(timeline))
+            self._write(summary=summary.image("schedule", picture))
 
     def close(self) -> None:
-        self._writer.close()
+        self._try(self._file.close)
 
+    def _write(self, **content: Any) -> None:
+        """Adds an event, as a record of its size and itself, each with a checksum."""
+        event = Event(wall_time=time.time(), **content).SerializeToString()
+        parts = [struct.pack("<Q", len(event)), event]
+        record = b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in parts)
+        self._try(lambda: (self._file.write(record), self._file.flush()))
 
-class _Undisturbed:
-    """A writer of event files that tells once what its disk refuses, and goes on."""
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-        self._has_told = False
-
-    def write_event(self, event: Any) -> None:
-        self._try(self._writer.write_event, event)
-
-    def flush(self) -> None:
-        self._try(self._writer.flush)
-
-    def close(self) -> None:
-        self._try(self._writer.close)
-
-    def _try(self, call: Callable[..., Any], *values: Any) -> None:
+    def _try(self, call: Callable[[], Any]) -> None:
         try:
-            call(*values)
+            call()
         except OSError as error:
             if not self._has_told:
                 print(f"warning   scalars are missing in TensorBoard's files ({error.strerror})", file=sys.stderr)
             self._has_told = True
+
+
+def _next_name(run_dir: Path) -> str:
+    """TensorBoard reads files in the order of their names, which hold the time: also where the clock was put back."""
+    names = (path.name.split(".") for path in run_dir.glob("events.out.tfevents.*"))
+    newest = max((int(words[3]) for words in names if words[3].isdecimal()), default=0)
+    return f"events.out.tfevents.{max(int(time.time()), newest + 1):010}.{socket.gethostname()}"
 
 
 class Tracker:
