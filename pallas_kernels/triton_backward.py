@@ -72,11 +72,16 @@ def keys_backward(
         # Scores lie as [keys, rows].
         scores, slope = bounded(tl.dot(k, tl.trans(q), input_precision=PRECISION), SCALE, SOFTCAP)
         p = tl.exp2(scores * factor(SCALE, SOFTCAP) - lse_tile)
-        p = tl.where(visible(mask, key, key_id, WINDOW, HAS_SEGMENTS), p, 0.0)
+        if IS_CAUSAL or WINDOW > 0 or HAS_SEGMENTS:
+            p = tl.where(visible(mask, key, key_id, WINDOW, HAS_SEGMENTS), p, 0.0)
         dv_sum = tl.dot(p.to(dout.dtype), dout, dv_sum, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         ds = p * (dp - delta_tile) * slope
         dk_sum = tl.dot(ds.to(q.dtype), q, dk_sum, input_precision=PRECISION)
+    # A key that is none has made nothing but its own dk and dv.
+    _, key_stop = limits(numbers, 0, BLOCK_KEYS, False)
+    is_key = key < key_stop[:, None]
+    dk_sum, dv_sum = tl.where(is_key, dk_sum, 0.0), tl.where(is_key, dv_sum, 0.0)
     store(dk, dk_sum * SCALE, batch, kv_head, tile * BLOCK_KEYS, S, K, BLOCK_KEYS, H, BLOCK_H)
     store(dv, dv_sum, batch, kv_head, tile * BLOCK_KEYS, S, K, BLOCK_KEYS, H, BLOCK_H)
 
