@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
@@ -23,6 +24,8 @@ Attention = Callable[..., Float[Array, "B T N H"]]
 Remat = Callable[[Callable], Callable]
 Cache = tuple[Float[Array, "L B T K H"], Float[Array, "L B T K H"]]
 Gather = Callable[[str, Array], Array]
+# Of what attention reads, and of the input of the MLP: a remat policy may keep them.
+PROJECTION_NAME = "projection"
 Rotation = tuple[Float32[Array, "... T half"], Float32[Array, "... T half"]]
 
 
@@ -134,10 +137,11 @@ class Layer(nnx.Module):
                 k = rms_norm(k, self.k_norm[...], eps=eps)
         with jax.named_scope("rope"):
             q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
+            q, k, v = (checkpoint_name(x, PROJECTION_NAME) for x in (q, k, v))
         with jax.named_scope("attention"):
             out, kept = attend(q, k, v)
         with jax.named_scope("attention_out"):
-            x = x + projections.out_of(out, self.o_proj[...])
+            x = checkpoint_name(x + projections.out_of(out, self.o_proj[...]), PROJECTION_NAME)
         with jax.named_scope("mlp"):
             normed = rms_norm(x, self.post_attention_layernorm[...], eps=eps)
             gate, up = projections.into(normed, (self.gate_proj[...], self.up_proj[...]))

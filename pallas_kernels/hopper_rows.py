@@ -224,9 +224,11 @@ class Task:
         q_start, k_start, k_stop, is_q_peer, is_kv_peer = (scalars_ref[i] for i in range(5))
         batch, head, tile = layout.place(lax.axis_index("block"))
         kv_head = divide(head, layout.N // layout.K)[0]
+        # + 0: inside shard_map what is read is typed as varying over the mesh, what is computed here is not, and a loop
+        # must count in one type.
         return cls(
             Mask(q_start, k_start, k_stop, layout.is_causal, layout.window), batch, head, tile,
-            Tiles(*(table_ref[batch if layout.has_segments else 0, tile, i] for i in range(4))),
+            Tiles(*(table_ref[batch if layout.has_segments else 0, tile, i] + 0 for i in range(4))),
             Source(q_refs, is_q_peer, layout.starts[0], batch, head),
             Source(kv_refs, is_kv_peer, layout.starts[1], batch, kv_head), segments,
         )  # fmt: skip

@@ -2,8 +2,12 @@
 
 import functools
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -128,6 +132,46 @@ def test_the_trainers_losses_are_the_cpus(num_workers, tmp_path):
     on_cpu = losses(tmp_path / "cpu", *mesh, "--platform", "cpu")
     assert on_gpu == pytest.approx(on_cpu, rel=2e-3)
     assert on_gpu[-1] < on_gpu[0] - 1
+
+
+def job(run_dir: Path, num_processes: int, fault: str = "", platform: str = "cuda") -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each process of a run over two GPUs, which repeats bit by bit."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, "-m", "train.llama", "--platform", platform, "--mesh", "seq=2", "--seq-len", "2048"]
+    command += ["--head-dim", "64", "--deterministic", "--steps", "12", "--save-every", "4", "--run-dir", str(run_dir)]
+    children = []
+    for i in range(num_processes):
+        many = ["--coordinator", f"localhost:{port}", "--num-processes", str(num_processes), "--process-id", str(i)]
+        environment = os.environ | {"FAULT": fault} | ({"CUDA_VISIBLE_DEVICES": str(i)} if num_processes > 1 else {})
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        flags = many if num_processes > 1 else []
+        children.append(subprocess.Popen([*command, *flags], cwd=ROOT, env=environment, **pipes))
+    with ThreadPoolExecutor(num_processes) as pool:
+        ends = list(pool.map(lambda child: child.communicate(timeout=400), children))
+    return [(child.returncode, *end) for child, end in zip(children, ends, strict=True)]
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("num_processes", [1, 2], ids=["one_process_and_peer_copies", "two_processes"])
+def test_a_job_that_loses_a_process_resumes_bit_for_bit(num_processes, tmp_path):
+    def told(run: list[tuple[int, str, str]]) -> dict[int, float]:
+        return {x["step"]: x["loss"] for x in map(json.loads, run[0][1].splitlines())}
+
+    def state(run: list[tuple[int, str, str]]) -> str:
+        return [line.split()[-1] for line in run[0][2].splitlines() if line.startswith("checkpoint ")][-1]
+
+    golden = job(tmp_path / "golden", num_processes)
+    assert [code for code, *_ in golden] == [0] * num_processes, golden
+    killed = job(tmp_path / "run", num_processes, fault=f"step@7/{num_processes - 1},kill")
+    codes = [code for code, *_ in killed]
+    assert codes[-1] == -signal.SIGKILL and 0 not in codes
+    resumed = job(tmp_path / "run", num_processes)
+    assert [code for code, *_ in resumed] == [0] * num_processes, resumed
+    assert "resuming after step 4" in resumed[0][2]
+    assert told(killed) | told(resumed) == told(golden) and state(resumed) == state(golden)
+    assert all(told(golden)[step] == loss for step, loss in told(killed).items())
 
 
 @pytest.mark.gpu(2)

@@ -37,8 +37,11 @@ REFUSED = [
     ("--save-every 10d", "--save-every 10d: steps such as 500, or a time"),
     ("--keep 0", "--keep 0: a whole number from 1"),
     ("--accept lrr", "--accept lrr: names of settings, perhaps lr"),
-    ("--remat half", "--remat half: one of attention, offload, offload-all, layer, none\n"),
-    ("--remat offlaod", "--remat offlaod: one of attention, offload, offload-all, layer, none; perhaps offload\n"),
+    ("--remat half", "--remat half: one of attention, projections, offload, offload-all, layer, none\n"),
+    (
+        "--remat offlaod",
+        "--remat offlaod: one of attention, projections, offload, offload-all, layer, none; perhaps offload\n",
+    ),
     ("--strategy zigzg", "--strategy zigzg: one of auto, balanced, balanced_unsplit, ring, "),
     ("--platform tpu", "--platform tpu: one of auto, cpu, cuda"),
     ("--dtype float16", "--dtype float16: one of float32, bfloat16"),

@@ -29,10 +29,19 @@ def configure(*arguments, dtype="float32"):
 
 @pytest.mark.parametrize(
     ("policy", "on_device", "in_host_memory"),
-    [("attention", 128 + 64 + 2, 0), ("offload", 128, 64 + 2), ("offload-all", 0, 128 + 64 + 2), ("layer", 128, 0)],
+    [
+        ("attention", 128 + 64 + 2, 0),
+        ("projections", 128 + 64 + 2 + (64 + 32 + 32) + 128, 0),
+        ("offload", 128, 64 + 2),
+        ("offload-all", 0, 128 + 64 + 2),
+        ("layer", 128, 0),
+    ],
 )
 def test_saved_activations_are_what_the_remat_policy_keeps_on_one_device(policy, on_device, in_host_memory):
-    """A token's input of 128, and of the two heads on one tensor worker the outputs of 32 and a log-sum-exp."""
+    """A token's input of 128, and of the two heads on one tensor worker the outputs of 32 and a log-sum-exp.
+
+    Of projections q, of one head k and v, and the 128 that are the input of the MLP.
+    """
     config, mesh = configure("--mesh", "data=2,seq=2,tensor=2", "--accumulate", "2", "--remat", policy)
     layers_and_tokens = 3 * (4 * 256) // (2 * 2 * 2)
     expected = tuple(4 * layers_and_tokens * numbers for numbers in (on_device, in_host_memory))

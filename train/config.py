@@ -23,7 +23,7 @@ from models.rope import RopeExtension
 from train import flags
 from train.flags import InputError, MeshShape, SaveEvery, Source, StepRange, perhaps, perhaps_beside
 
-Remat = Literal["attention", "offload", "offload-all", "layer", "none"]
+Remat = Literal["attention", "projections", "offload", "offload-all", "layer", "none"]
 Attention = Literal[
     "auto", "balanced", "balanced_unsplit", "ring", "ulysses", "all_gather", "hybrid", "zigzag", "burst", "rsa"
 ]
@@ -89,7 +89,8 @@ class Config:
     """Micro-batches, one after the other, into which a batch is cut to save memory."""
     remat: Annotated[Remat, flags.choice(*get_args(Remat))] = "attention"
     """What the backward keeps of a layer: its input and attention outputs (on the device; or these offloaded
-    to the host, or with offload-all both), its input alone (layer), or everything (none)."""
+    to the host, or with offload-all both), with them what attention and the MLP read (projections), its input
+    alone (layer), or everything (none)."""
     strategy: Annotated[Strategy, flags.choice(*get_args(Strategy))] = "balanced"
     """How attention is spread over the seq axis; auto takes what is predicted to be the fastest. hybrid needs an
     axis of parts, such as seq=2x4, on which burst is a double ring; zigzag puts the tokens of each batch into its

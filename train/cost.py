@@ -42,12 +42,13 @@ def step_flops(model: LlamaConfig, *, batch_size: int, seq_len: int) -> tuple[in
 def step_seconds(dense: int, attention: int, *, remat: str, num_devices: int, device_kind: str) -> float:
     """Predicted seconds of a step in bfloat16 whose messages are hidden; nan where the kind of device is not known.
 
-    Done beside what `step_flops` counts: the dense forward again in the backward, unless everything is kept, and
-    scores again in the backward of the attention, or with them all of its forward where no output of it is kept.
+    Done beside what `step_flops` counts: the dense forward again in the backward, or about half of it where projections
+    are kept, unless everything is; and scores again in the backward of the attention, or with them all of its forward
+    where no output of it is kept.
     """
     peak = peak_flops(device_kind, "bfloat16")
     if peak is None:
         return math.nan
-    dense_done = dense * (1 if remat == "none" else 4 / 3)
+    dense_done = dense * (1 + {"none": 0, "projections": 1 / 2}.get(remat, 1) / 3)
     attention_done = attention * (4.5 if remat == "layer" else 3.5) / 3
     return (dense_done / _DENSE_SHARE + attention_done / _ATTENTION_SHARE) / (num_devices * peak)

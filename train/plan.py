@@ -205,7 +205,8 @@ def _explain(config: Config, memory: Memory, mesh: Mesh) -> str:
 
 def _next_flag(config: Config, largest: str) -> str:
     """What makes the class smaller at the least cost in time."""
-    cheaper = {"none": "attention", "attention": "offload", "layer": "offload-all", "offload": "offload-all"}
+    cheaper = {"none": "projections", "projections": "attention", "attention": "offload"}
+    cheaper |= {"layer": "offload-all", "offload": "offload-all"}
     rows = config.batch_size // config.mesh.data
     if largest == "saved activations" and config.remat in cheaper:
         return f"--remat {cheaper[config.remat]}"

@@ -15,13 +15,14 @@ from jaxtyping import Array, Float32
 
 from distflash_jax import distflash_attention, remat
 from models.config import LlamaConfig
-from models.llama import Llama
+from models.llama import PROJECTION_NAME, Llama
 from train import megatron
 from train.config import Config, Remat, Strategy
 from train.sharding import BLOCK_AXES, HEADS, TOKENS, make_gather
 from train.step import OptimizerConfig, Program, build
 
 _INPUT_NAME = "layer_input"
+_save_projections = jax.checkpoint_policies.save_only_these_names(PROJECTION_NAME)
 _offload_inputs = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=[_INPUT_NAME],
@@ -42,6 +43,7 @@ def _all_but_weights(weights: Weights) -> remat.Policy:
 # In all of them the weights of a layer are gathered again for its backward: saved, they would be those of all layers.
 _POLICIES: dict[str, Callable[[Weights], remat.Policy | None]] = {
     "attention": lambda _: remat.save_attention_outputs(),
+    "projections": lambda _: remat.save_attention_outputs(_save_projections),
     "offload": lambda _: remat.offload_attention_outputs(),
     "offload-all": lambda _: remat.offload_attention_outputs(_offload_inputs),
     "layer": lambda _: None,
