@@ -179,6 +179,7 @@ def leave(error: BaseException) -> Never:
         time.sleep(_HEARTBEAT_SECONDS + 1)
     _ended.set()
     code = tell(error)
+    _mute()
     if client is not None and not isinstance(error, SystemExit):
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was the first
             name = f"process {global_state.process_id} ({socket.gethostname()})"
@@ -238,8 +239,16 @@ def _wait_before_abort() -> None:
 
 def _end_with(line: str) -> None:
     if not _ended.is_set():
-        print(f"error: {line}; {_RESUMES}", file=sys.stderr, flush=True)
+        os.write(_mute(), f"error: {line}; {_RESUMES}\n".encode())
         os._exit(Exit.PEER_LOST)
+
+
+def _mute() -> int:
+    """Lets nothing reach stderr any more but by the file descriptor returned: XLA would have the last word."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    return stderr
 
 
 def barrier(name: str, seconds: float = _BARRIER_SECONDS) -> None:
