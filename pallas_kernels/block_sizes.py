@@ -35,14 +35,14 @@ class ForwardBlocks:
     """How a thread block of the forward is laid out.
 
     warpgroups: those that compute, 64 query rows each. keys: of a tile. stages: tiles of K and of V in shared memory.
-    keeps_top: a running maximum is replaced only by one that is much larger, and sums are rescaled only then.
+    skips_rescaling: a warp with no new maximum in its rows does not multiply their sums by 1.
     compute_registers, copy_registers: a thread's; 64K a thread block, in multiples of 8.
     """
 
     warpgroups: int = 2
     keys: int = 128
     stages: int = 2
-    keeps_top: bool = True
+    skips_rescaling: bool = True
     compute_registers: int = 240
     copy_registers: int = 24
 
@@ -75,7 +75,7 @@ Blocks = ForwardBlocks | BackwardBlocks
 Key = tuple[str, int, str, str]  # direction (dq: of the deterministic backward), head dim, dtype, kind of mask
 
 _FORWARD = {
-    64: ForwardBlocks(warpgroups=3, stages=3, keeps_top=False, compute_registers=160, copy_registers=32),
+    64: ForwardBlocks(warpgroups=3, stages=3, skips_rescaling=False, compute_registers=160, copy_registers=32),
     128: ForwardBlocks(warpgroups=3, keys=80, stages=3, compute_registers=160, copy_registers=32),
     192: ForwardBlocks(keys=64),
     256: ForwardBlocks(keys=64),

@@ -34,7 +34,6 @@ from pallas_kernels.masks import Mask
 from pallas_kernels.merge import merge
 
 LANES = 8  # columns of the narrowest array in registers
-TOP_SLACK = 8  # in units of log 2: weights grow to 256 before a running maximum is replaced
 
 
 def forward(
@@ -140,8 +139,6 @@ def _compute(
         if seen is not None:
             scores = jnp.where(seen, scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=1) * factor)
-        if blocks.keeps_top:
-            new_top = jnp.where(new_top > top + TOP_SLACK, new_top, top)
         shift = new_top
         if seen is not None:  # a row that has seen nothing yet: avoids inf - inf
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -178,7 +175,7 @@ def _compute(
         plgpu.barrier_wait(k_full.at[slot])
         scoped = lambda acc_ref, p: pl.run_scoped(partial(products, acc_ref, p), plgpu.ACC(shape, jnp.float32))
         acc, (top, total, p, decay) = _accumulate(scoped, acc, p, left_smem, (top, total, p, top))
-        if blocks.keeps_top and not layout.is_interpreted:
+        if blocks.skips_rescaling and not layout.is_interpreted:
             return _multiply_where_needed(acc, decay), top, total, p
         return acc * across_columns(decay, acc.shape), top, total, p
 

@@ -154,6 +154,16 @@ def test_an_answer_that_needs_no_jax_takes_less_than_a_second(flags, code, secon
     assert children_seconds() - start < 1.5
 
 
+def test_the_reason_is_the_last_line_whatever_a_library_prints_as_python_ends():
+    script = (
+        "import atexit, runpy, sys; atexit.register(print, 'too late', file=sys.stderr); "
+        "sys.argv = ['llama', '--steps', 'x']; runpy.run_module('train.llama', run_name='__main__')"
+    )
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert child.returncode == 2
+    assert child.stderr.startswith("error: --steps x: ") and child.stderr.count("\n") == 1
+
+
 def children_seconds():
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

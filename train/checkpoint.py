@@ -258,10 +258,9 @@ def quiet() -> Iterator[None]:
     shown = sys.unraisablehook
     # Of each array after the first that failed, as Orbax has closed the loop by then.
     sys.unraisablehook = lambda found: None if str(found.exc_value) == "Event loop is closed" else shown(found)
-    try:
-        yield
-    finally:
-        sys.unraisablehook = shown
+    yield
+    # Not where an error ends the run: threads of TensorStore may still find the loop closed.
+    sys.unraisablehook = shown
 
 
 def _sealed(content: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from train.config import Config
-from train.exits import Exit, Stop, one_line, tell
+from train.exits import Exit, Stop, mute, one_line, tell
 from train.flags import InputError
 
 _MEETING_SECONDS = 300
@@ -179,7 +179,7 @@ def leave(error: BaseException) -> Never:
         time.sleep(_HEARTBEAT_SECONDS + 1)
     _ended.set()
     code = tell(error)
-    _mute()
+    mute()
     if client is not None and not isinstance(error, SystemExit):
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was the first
             name = f"process {global_state.process_id} ({socket.gethostname()})"
@@ -239,16 +239,8 @@ def _wait_before_abort() -> None:
 
 def _end_with(line: str) -> None:
     if not _ended.is_set():
-        os.write(_mute(), f"error: {line}; {_RESUMES}\n".encode())
+        os.write(mute(), f"error: {line}; {_RESUMES}\n".encode())
         os._exit(Exit.PEER_LOST)
-
-
-def _mute() -> int:
-    """Lets nothing reach stderr any more but by the file descriptor returned: XLA would have the last word."""
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    return stderr
 
 
 def barrier(name: str, seconds: float = _BARRIER_SECONDS) -> None:

@@ -43,8 +43,17 @@ def tell(error: BaseException) -> int:
             code, text = error.code, f"error: {one_line(error)}"
         case _:
             code, text = Exit.ERROR, redact("".join(traceback.format_exception(error)).rstrip())
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(text + "\n")  # at once: other threads write too
+    sys.stderr.flush()
     return code
+
+
+def mute() -> int:
+    """Lets nothing reach stderr any more but by the file descriptor returned: libraries would have the last word."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    return stderr
 
 
 def one_line(error: BaseException) -> str:

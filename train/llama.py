@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from train.config import parse, settings_of
-from train.exits import Exit, tell
+from train.exits import Exit, mute, tell
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,4 +27,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code:  # what was said of it stays the last line while Python ends
+        mute()
+    sys.exit(code)
