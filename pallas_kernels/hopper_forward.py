@@ -139,11 +139,8 @@ def _compute(
         if seen is not None:
             scores = jnp.where(seen, scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=1) * factor)
-        shift = new_top
-        if seen is not None:  # a row that has seen nothing yet: avoids inf - inf
-            shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        p = jnp.exp2(scores * factor - across_columns(shift, shape))
-        decay = jnp.exp2(top - shift)
+        p = jnp.exp2(scores * factor - across_columns(new_top, shape))
+        decay = jnp.exp2(top - new_top)
         total *= across_columns(decay, total.shape)
         for column in range(0, blocks.keys, LANES):
             total += p[:, column : column + LANES]
@@ -189,7 +186,9 @@ def _compute(
     seen = visible(jnp.int32(0), jnp.int32(0))
     plgpu.barrier_arrive(k_empty.at[0])
     zeros = lambda columns: plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
-    top, total, p, _ = softmax(scores, seen, jnp.full((ROWS,), -jnp.inf, jnp.float32), zeros(LANES))
+    # The maximum of no scores is the lowest number, since -inf - -inf is none.
+    lowest = jnp.full((ROWS,), jnp.finfo(jnp.float32).min, jnp.float32)
+    top, total, p, _ = softmax(scores, seen, lowest, zeros(LANES))
     state = (zeros(layout.H), top, total, p.astype(q_smem.dtype))
     state = lax.fori_loop(1, tiles.first_full, partial(next_tile, is_masked=True), state)
     state = lax.fori_loop(tiles.first_full, tiles.stop_full, partial(next_tile, is_masked=False), state)

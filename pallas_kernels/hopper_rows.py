@@ -275,14 +275,14 @@ def visible_keys(
     mask, shape = task.mask, (ROWS, layout.blocks.keys)
     row = task.tile * layout.rows + warpgroup * ROWS
     first_key = (task.tiles.last - i) * layout.blocks.keys
-    columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    keys = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first_key
     if mask.is_causal or mask.window is not None:  # what is not used would have no layout
         numbers = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
-        own = numbers + (mask.q_start + row - mask.k_start - first_key)  # the key at each row's position
-    stop = jnp.minimum(mask.k_stop - mask.k_start, layout.S) - first_key
-    seen = columns < (across_columns(jnp.minimum(own + 1, stop), shape) if mask.is_causal else stop)
+        own = numbers + (mask.q_start + row - mask.k_start)  # the key at each row's position
+    stop = jnp.minimum(mask.k_stop - mask.k_start, layout.S)
+    seen = keys < (across_columns(jnp.minimum(own + 1, stop), shape) if mask.is_causal else stop)
     if mask.window is not None:
-        seen &= columns > across_columns(own - mask.window, shape)
+        seen &= keys > across_columns(own - mask.window, shape)
     if layout.has_segments:
         q_ids = plgpu.load(q_ids_smem, layout=plgpu.Layout.WGMMA.reduce(1))
         k_ids = plgpu.load(k_ids_smem.at[slot, pl.ds(0, layout.blocks.keys)], layout=plgpu.Layout.WGMMA.reduce(0))

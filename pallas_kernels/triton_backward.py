@@ -65,17 +65,17 @@ def keys_backward(
         rows = row + tl.arange(0, BLOCK_ROWS)
         stats = first + g * T + rows
         lse_tile = tl.load(lse + stats, mask=rows < T, other=float("inf"))[None, :]
-        delta_tile = tl.load(delta + stats, mask=rows < T, other=0.0)[None, :]
-        own, row_stop = limits(numbers, row, BLOCK_ROWS, IS_CAUSAL)
-        own_id = segments(q_ids, batch, row, T, BLOCK_ROWS, HAS_SEGMENTS)
-        mask = own[None, :], row_stop[None, :], own_id[None, :]
-        # Scores lie as [keys, rows].
+        # Scores lie as [keys, rows]. What a row needs besides is read when it is needed: registers are scarce.
         scores, slope = bounded(tl.dot(k, tl.trans(q), input_precision=PRECISION), SCALE, SOFTCAP)
         p = tl.exp2(scores * factor(SCALE, SOFTCAP) - lse_tile)
         if IS_CAUSAL or WINDOW > 0 or HAS_SEGMENTS:
+            own, row_stop = limits(numbers, row, BLOCK_ROWS, IS_CAUSAL)
+            own_id = segments(q_ids, batch, row, T, BLOCK_ROWS, HAS_SEGMENTS)
+            mask = own[None, :], row_stop[None, :], own_id[None, :]
             p = tl.where(visible(mask, key, key_id, WINDOW, HAS_SEGMENTS), p, 0.0)
         dv_sum = tl.dot(p.to(dout.dtype), dout, dv_sum, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        delta_tile = tl.load(delta + stats, mask=rows < T, other=0.0)[None, :]
         ds = p * (dp - delta_tile) * slope
         dk_sum = tl.dot(ds.to(q.dtype), q, dk_sum, input_precision=PRECISION)
     # A key that is none has made nothing but its own dk and dv.

@@ -1,6 +1,6 @@
 """Tile sizes of the Triton kernels, by (direction, padded head dim, bits of the dtype, kind of GPU).
 
-Chosen by what the assembler says: they fit in shared memory and spill next to no registers (`python -m
+Chosen by what the assembler says: they fit in shared memory and spill two registers at most (`python -m
 benchmarks.assemble_triton`). At head dims 64 and 128 on sm90 also by time, on an H200: docs/kernel_variants.csv.
 `python -m benchmarks.tune --implementation triton` measures them on the GPU at hand; see block_sizes. float32 is not
 rounded to tf32 unless JAX is told so, which leaves the matrix units out.
@@ -45,14 +45,14 @@ TABLE: Mapping[Key, Blocks] = {
         ("forward", 256, 16, (80,), Blocks(64, 64, 8, 2)),
         ("forward", 256, 16, (86,), Blocks(64, 32, 8, 2)),
         ("forward", 256, 16, (90,), Blocks(128, 64, 8, 2)),
-        ("keys_backward", 32, 16, (80, 86, 90), Blocks(64, 128, 8, 3)),
+        ("keys_backward", 32, 16, (80,), Blocks(32, 128, 8, 3)),
+        ("keys_backward", 32, 16, (86, 90), Blocks(64, 128, 8, 3)),
         ("keys_backward", 64, 16, (80, 86), Blocks(64, 128, 8, 3)),
         ("keys_backward", 64, 16, (90,), Blocks(64, 64, 4, 3)),
         ("keys_backward", 128, 16, (80, 86), Blocks(64, 64, 8, 2)),
         ("keys_backward", 128, 16, (90,), Blocks(64, 128, 8, 2)),
-        ("keys_backward", 256, 16, (80,), Blocks(64, 64, 8, 2)),
+        ("keys_backward", 256, 16, (80, 90), Blocks(32, 64, 8, 2)),
         ("keys_backward", 256, 16, (86,), Blocks(16, 64, 8, 2)),
-        ("keys_backward", 256, 16, (90,), Blocks(32, 64, 8, 2)),
         ("rows_backward", 32, 16, (80, 86, 90), Blocks(128, 64, 8, 2)),
         ("rows_backward", 64, 16, (80, 86), Blocks(128, 64, 8, 3)),
         ("rows_backward", 64, 16, (90,), Blocks(64, 64, 4, 3)),

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32: the maximum of no scores, as -inf - -inf is none
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def forward(
     mask = own[:, None], row_stop[:, None], own_id[:, None]
     state = (
         tl.zeros([BLOCK_ROWS, BLOCK_H], tl.float32),
-        tl.full([BLOCK_ROWS], float("-inf"), tl.float32),
+        tl.full([BLOCK_ROWS], LOWEST, tl.float32),
         tl.zeros([BLOCK_ROWS], tl.float32),
     )
     if HAS_SEGMENTS or WINDOW > 0:  # by these alone some rows do not see keys before those that all see
@@ -64,7 +65,7 @@ def forward(
     store(out, acc, batch, head, row, T, N, BLOCK_ROWS, H, BLOCK_H)
     rows = tl.arange(0, BLOCK_ROWS)
     lse += (batch.to(tl.int64) * T + row) * N + head
-    # A row that saw nothing: -inf + -inf.
+    # A row that saw nothing: LOWEST + -inf.
     tl.store(lse + rows * N, (top + tl.log2(total)) / LOG2_E, mask=rows < T - row)
 
 
@@ -79,11 +80,8 @@ def attend(
     if IS_MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1) * FACTOR)
-    shift = new_top
-    if IS_MASKED:  # a row that has seen nothing yet: avoids inf - inf
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    p = tl.exp2(scores * FACTOR - shift[:, None])
-    decay = tl.exp2(top - shift)
+    p = tl.exp2(scores * FACTOR - new_top[:, None])
+    decay = tl.exp2(top - new_top)
     acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
     return acc, new_top, total * decay + tl.sum(p, 1)
 

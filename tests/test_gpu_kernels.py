@@ -15,7 +15,7 @@ import oracle
 import pytest
 from jaxtyping import Array
 from test_kernels import Pair, own, skip_unless_it_runs
-from tolerance import assert_close
+from tolerance import assert_close, max_error
 
 from pallas_kernels import IMPLEMENTATIONS, BlockAttention, Box, Mask, Operand, dense
 
@@ -151,6 +151,23 @@ def test_elements_beyond_two_to_the_31_are_read_and_written(kernel):
     for name, x, plain, y in zip(NAMES, ours, both(XLA, small, *last), expected, strict=True):
         assert_close(name, x, plain, y, "bfloat16")
     assert not has_other_gradients
+
+
+def test_products_of_float32_are_rounded_to_tf32_only_where_jax_is_told_so():
+    """Which is finer than bfloat16."""
+    skip_unless_it_runs("triton")
+    pair = chunk(1003, 1003)
+    arrays = inputs(pair, "float32", B=1)
+    ours, plain = (partial(both, IMPLEMENTATIONS[name], pair) for name in ("triton", "xla"))
+    runs = compile_together(*((function, *arrays) for function in (ours, plain, partial(exact, pair))))
+    ieee, fine, expected = (run(*arrays) for run in runs)
+    with jax.default_matmul_precision("tensorfloat32"):
+        tf32 = jax.jit(ours)(*arrays)
+    coarse = jax.jit(plain)(*(x.astype(jnp.bfloat16) for x in arrays[:4]), arrays[4])
+    for name, x, plain_x, y, plain_y, z in zip(NAMES, ieee, fine, tf32, coarse, expected, strict=False):
+        assert_close(name, x, plain_x, z, "float32")
+        assert_close(name, y, plain_y, z, "bfloat16")
+        assert max_error(y, z) > max_error(x, z), name
 
 
 @pytest.mark.parametrize("head_dim, deterministic", [(64, False), (128, False), (256, False), (128, True)])
