@@ -164,6 +164,15 @@ def test_the_reason_is_the_last_line_whatever_a_library_prints_as_python_ends():
     assert child.stderr.startswith("error: --steps x: ") and child.stderr.count("\n") == 1
 
 
+def test_a_reader_that_goes_away_is_no_fault_of_ours():
+    child = subprocess.Popen(
+        [sys.executable, "-m", "train.llama", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    child.stdout.close()
+    assert child.communicate(timeout=60)[1] == b"error: stdout: its reader is gone\n"
+    assert child.returncode == 1
+
+
 def children_seconds():
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

@@ -3,8 +3,10 @@
 import enum
 import os
 import re
+import select
 import sys
 import traceback
+from typing import TextIO
 
 from train.flags import InputError
 
@@ -41,11 +43,21 @@ def tell(error: BaseException) -> int:
             code, text = Exit.BAD_INPUT, f"error: {one_line(error)}"
         case Stop():
             code, text = error.code, f"error: {one_line(error)}"
+        case BrokenPipeError() if _is_unread(sys.stdout):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes as it ends
+            code, text = Exit.ERROR, "error: stdout: its reader is gone"
         case _:
             code, text = Exit.ERROR, redact("".join(traceback.format_exception(error)).rstrip())
     sys.stderr.write(text + "\n")  # at once: other threads write too
     sys.stderr.flush()
     return code
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether it is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def mute() -> int:
