@@ -51,20 +51,24 @@ class ForwardBlocks:
 class BackwardBlocks:
     """How a thread block of the backward is laid out; two warpgroups compute.
 
-    stages: tiles of q and dout in shared memory. swizzle: bytes of a row of the 16-bit tiles;
-    half of the head dim fills whole rows. staging: columns of dq, dk, dv that leave at a time.
+    stages: tiles of q in shared memory. dout_stages: tiles of dout, which is needed for a part of the time only.
+    swizzle: bytes of a row of the 16-bit tiles; half of the head dim fills whole rows. staging: columns of dq, dk, dv
+    that leave at a time: fewer than half of the head dim wait for one another.
     splits_keys: each warpgroup takes 64 of 128 keys, with all columns of dk and dv; without, both take the same 64 keys
     and half of the columns, the scores twice: where the sums would not fit in registers otherwise.
     cluster: thread blocks, of neighbouring keys, to all of which the copy engine gives the same tiles of q and dout.
+    ctas: query heads of a group are dealt to several thread blocks where there would be fewer than these.
     has_prefetch: the next tile's scores are made while this one's gradients are; it takes registers. is_frugal: fewer
     registers, since P' dO ends before dq begins and dS' is read from shared memory.
     """
 
     stages: int = 2
+    dout_stages: int = 2
     swizzle: int = 128
     staging: int = 64
     splits_keys: bool = True
     cluster: int = 1
+    ctas: int = 264
     has_prefetch: bool = False
     is_frugal: bool = False
     compute_registers: int = 240
@@ -87,10 +91,10 @@ _DQ = {
     256: ForwardBlocks(warpgroups=1, keys=64),
 }
 _BACKWARD = {
-    64: BackwardBlocks(stages=3, swizzle=64, staging=32, has_prefetch=True),
+    64: BackwardBlocks(stages=3, dout_stages=3, swizzle=64, staging=32, has_prefetch=True),
     128: BackwardBlocks(),
     192: BackwardBlocks(swizzle=64, staging=96, splits_keys=False),
-    256: BackwardBlocks(staging=32, splits_keys=False, is_frugal=True),
+    256: BackwardBlocks(dout_stages=1, splits_keys=False, is_frugal=True),
 }
 _OTHERS: Mapping[tuple[str, int, str], Blocks] = {
     # Smaller tiles of rows, of which there are more, where each sees few keys.
@@ -99,7 +103,6 @@ _OTHERS: Mapping[tuple[str, int, str], Blocks] = {
     # Without a mask blocks fall out of step, and share less of the L2 cache, unless clusters hold them together.
     ("backward", 64, "full"): replace(_BACKWARD[64], cluster=2),
     ("backward", 256, "full"): replace(_BACKWARD[256], cluster=2),
-    ("backward", 256, "segments"): BackwardBlocks(stages=1, splits_keys=False, is_frugal=True),
 }
 TABLE: Mapping[Key, Blocks] = {
     (direction, head_dim, dtype, kind): _OTHERS.get((direction, head_dim, kind), blocks[head_dim])
@@ -120,12 +123,12 @@ CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
     ("forward", 192): (ForwardBlocks(keys=64, stages=3),),
     ("forward", 256): (),
     ("backward", 64): (
-        BackwardBlocks(stages=3, swizzle=64, staging=32),
+        replace(_BACKWARD[64], has_prefetch=False),
         replace(_BACKWARD[64], is_frugal=True),
     ),
     ("backward", 128): (BackwardBlocks(is_frugal=True),),
     ("backward", 192): (replace(_BACKWARD[192], is_frugal=True),),
-    ("backward", 256): (BackwardBlocks(stages=1, staging=128, splits_keys=False, is_frugal=True),),
+    ("backward", 256): (replace(_BACKWARD[256], dout_stages=2, staging=32),),
 }
 
 

@@ -1,8 +1,9 @@
 """Backward of block attention for Hopper (sm90): one pass over the scores, five matmuls, in Pallas Mosaic GPU.
 
 One CTA owns a tile of keys of one key/value head and walks over the query tiles that see it, for every query head of
-the group: dk and dv stay in registers until the end, each dq tile is added to memory by the copy engine. Two warpgroups
-compute, each for half of the keys (or, at large head dims, of the columns); a third one fetches.
+the group, or of a part of it where there would be few CTAs: dk and dv stay in registers until the end, each dq tile is
+added to memory by the copy engine. Two warpgroups compute, each for half of the keys (or, at large head dims, of the
+columns); a third one fetches.
 
     S' = K Q',  dP' = V dO',  P' = exp(scale S' - lse),  dS' = P' (dP' - delta)        (' is a transpose)
     dV += P' dO,  dK += scale dS' Q,  dQ += scale dS K
@@ -26,7 +27,7 @@ from pallas_kernels import block_sizes, hopper_dq
 from pallas_kernels.block import Box, Gradients, Operand, check_softcap, vary_like
 from pallas_kernels.block_sizes import BackwardBlocks
 from pallas_kernels.hopper_keys import COMPUTE_WARPGROUPS, KEYS_PER_WARPGROUP, MEMBER, Plan, Worker
-from pallas_kernels.hopper_rows import COPY_ROWS, LOG2_E, ROWS, store_rows
+from pallas_kernels.hopper_rows import COPY_ROWS, LOG2_E, ROWS, divide, store_rows
 from pallas_kernels.masks import Mask, Scalar
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -88,13 +89,13 @@ def backward(
     # Tied to an operand, lse, or XLA makes the zeros of all blocks of a program at its start, and keeps them.
     zero, _ = lax.optimization_barrier((jnp.float32(0), queries.own[2]))
     dq_refs = [jax.new_ref(jnp.full(dq_shape, zero))] if plan.has_dq else []
-    is_short = plan.blocks.splits_keys and jnp.dtype(dtype) == q.dtype
-    gradient = jax.ShapeDtypeStruct((plan.B, plan.S, plan.K, H), dtype if is_short else jnp.float32)
+    is_short = plan.blocks.splits_keys and plan.parts == 1 and jnp.dtype(dtype) == q.dtype
+    gradient = jax.ShapeDtypeStruct((plan.B, plan.S, plan.num_owners, H), dtype if is_short else jnp.float32)
     dk, dv = plgpu.kernel(
         partial(_kernel, plan=plan),
         out_type=(gradient, gradient),
         scratch_types=(scratch,),
-        grid=(plan.B * plan.K * plan.num_key_tiles // plan.blocks.cluster,),
+        grid=(plan.B * plan.num_owners * plan.num_key_tiles // plan.blocks.cluster,),
         grid_names=("cluster",),
         cluster=(plan.blocks.cluster,),
         cluster_names=(MEMBER,),
@@ -109,6 +110,8 @@ def backward(
     else:
         dq = jax.freeze(dq_refs[0])
         dq = (dq.sum(axis=0) if interpret else dq) * (scale / plan.weight)
+    if plan.parts > 1:
+        dk, dv = (x.reshape(plan.B, plan.S, plan.K, plan.parts, H).sum(axis=3) for x in (dk, dv))
     results = (dq, queries.box.num_rows), (dk, keys.box.num_rows), (dv, keys.box.num_rows)
     dq, dk, dv = (vary_like(x[:, :length, :, :head_dim].astype(dtype), q) for x, length in results)
     return dq, dk, dv
@@ -142,7 +145,7 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
     take = lambda is_there: tuple(refs.pop(0) for _ in range(2)) if is_there else None
     own_queries, peer_queries = take(True), take(plan.has_peer_queries)
     own_keys, peer_keys = take(True), take(plan.has_peer_keys)
-    batch, kv_head, keys = plan.place(lax.axis_index("cluster"))
+    batch, owner, keys = plan.place(lax.axis_index("cluster"))
     key_tile = keys * plan.blocks.cluster + lax.axis_index(MEMBER)
     warpgroup = lax.axis_index("warpgroup")
     column = key_tile * plan.keys_per_tile
@@ -152,7 +155,7 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
     tiles = [table_ref[batch if plan.has_segments else 0, keys, i] + 0 for i in range(4)]
     start, full_start, full_stop, stop = tiles
     tiles_per_head = stop - start
-    group = plan.N // plan.K
+    group = plan.N // plan.num_owners
     num_tiles = group * tiles_per_head
 
     @pl.when(warpgroup == COMPUTE_WARPGROUPS)
@@ -160,7 +163,7 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
         plgpu.set_max_registers(plan.blocks.copy_registers, action="decrease")
 
         def copy_keys(refs, row, head):
-            at = (batch, pl.ds(row + column, plan.keys_per_tile), head + kv_head)
+            at = (batch, pl.ds(row + column, plan.keys_per_tile), head + divide(owner, plan.parts)[0])
             plgpu.copy_gmem_to_smem(refs[0].at[at], scratch.k, scratch.keys_full)
             plgpu.copy_gmem_to_smem(refs[1].at[at], scratch.v, scratch.keys_full)
 
@@ -168,31 +171,37 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
         if plan.has_segments:
             plgpu.copy_gmem_to_smem(k_ids_ref.at[batch, key_tile], scratch.k_ids, scratch.keys_full)
 
-        @pl.loop(0, num_tiles + plan.blocks.stages)
-        def copy_tile(number):
-            slot = lax.rem(number, plan.blocks.stages)
+        def refill(number, i, tiles, full, empty, free):
+            """Tile `number` of array i of the queries: 0 is q, with which its stats come, 1 is dout."""
+            stages = tiles.shape[0]
+            slot = lax.rem(number, stages)
 
-            @pl.when(number >= plan.blocks.stages)
-            def wait():  # also after the last copy, so that every arrival on a barrier has been seen when it goes away
-                plgpu.barrier_wait(scratch.empty.at[slot])
+            # Also after the last copy, so that every arrival on a barrier has been seen when it goes away.
+            @pl.when((number >= stages) & (number < num_tiles + stages))
+            def wait():
+                plgpu.barrier_wait(empty.at[slot])
                 # A copy goes to all CTAs of the cluster: there has to be room in each.
-                plgpu.barrier_arrive(scratch.free.at[slot])
-                plgpu.barrier_wait(scratch.free.at[slot])
+                plgpu.barrier_arrive(free.at[slot])
+                plgpu.barrier_wait(free.at[slot])
 
             @pl.when(number < num_tiles)
             def issue():
                 tile = start + lax.rem(number, tiles_per_head)
-                q_head = kv_head * group + lax.div(number, tiles_per_head)
+                q_head = owner * group + lax.div(number, tiles_per_head)
 
                 def copy_rows(refs, row, head):
-                    rows = pl.ds(row + tile * ROWS, ROWS)
-                    for ref, tiles in zip(refs, (scratch.q, scratch.dout), strict=True):
-                        source, target = ref.at[batch, rows, head + q_head], tiles.at[slot]
-                        plgpu.copy_gmem_to_smem(source, target, scratch.full.at[slot], collective_axes=MEMBER)
+                    source = refs[i].at[batch, pl.ds(row + tile * ROWS, ROWS), head + q_head]
+                    plgpu.copy_gmem_to_smem(source, tiles.at[slot], full.at[slot], collective_axes=MEMBER)
 
                 _choose(scalars_ref[3], own_queries, peer_queries, plan.q_box, copy_rows)
-                stats = stats_ref.at[batch, q_head, tile]
-                plgpu.copy_gmem_to_smem(stats, scratch.stats.at[slot], scratch.full.at[slot])
+                if i == 0:
+                    stats = stats_ref.at[batch, q_head, tile]
+                    plgpu.copy_gmem_to_smem(stats, scratch.stats.at[slot], full.at[slot])
+
+        @pl.loop(0, num_tiles + max(plan.blocks.stages, plan.blocks.dout_stages))
+        def copy_tile(number):
+            refill(number, 0, scratch.q, scratch.q_full, scratch.q_empty, scratch.q_free)
+            refill(number, 1, scratch.dout, scratch.dout_full, scratch.dout_empty, scratch.dout_free)
 
     @pl.when(warpgroup < COMPUTE_WARPGROUPS)
     def compute():
@@ -207,7 +216,7 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
             def head(g, state):
                 def step(tile, state, is_masked):
                     number, scores = state  # counted: a number that follows from the table would lie in each thread
-                    dq = _dq_tile(dq_ref, key_tile, batch, tile, kv_head * group + g, warpgroup, plan)
+                    dq = _dq_tile(dq_ref, key_tile, batch, tile, owner * group + g, warpgroup, plan)
                     place = (mask, tile * ROWS, column + first_key) if is_masked else None
                     return number + 1, worker.step(number, number + 1 < num_tiles, scores, place, dq)
 
@@ -226,7 +235,7 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
         if dk_ref.dtype == plan.dtype:  # there is room where V was, which no other warpgroup reads
             staging = scratch.v.at[pl.ds(first_key, KEYS_PER_WARPGROUP)]
         for gradient, ref in ((dk * (plan.scale / plan.weight), dk_ref), (dv * (1 / plan.weight), dv_ref)):
-            target = ref.at[batch, pl.ds(column + first_key, KEYS_PER_WARPGROUP), kv_head, own_columns]
+            target = ref.at[batch, pl.ds(column + first_key, KEYS_PER_WARPGROUP), owner, own_columns]
             store_rows(gradient.astype(ref.dtype), staging, target)
         plgpu.wait_smem_to_gmem(0)
 

@@ -105,12 +105,14 @@ def _compute(
     def step(i: Int[Array, ""], _: None, is_masked: bool) -> None:
         slot = lax.rem(i, blocks.stages)
         k_tile, v_tile = k_smem.at[slot], v_smem.at[slot]
+        # + 0, which the compiler cannot know: as in hopper_keys, addresses should not be computed before the loop.
+        q_tile, dout_tile = (x.at[warpgroup + lax.shift_right_logical(i, jnp.int32(30))] for x in (q_smem, dout_smem))
         plgpu.barrier_wait(k_full.at[slot])
         plgpu.barrier_wait(v_full.at[slot])
 
         def gradient(scores_ref: Any, dweights_ref: Any) -> Array:
-            plgpu.wgmma(scores_ref, q_smem.at[warpgroup], k_tile.transpose((1, 0)))
-            plgpu.wgmma(dweights_ref, dout_smem.at[warpgroup], v_tile.transpose((1, 0)))
+            plgpu.wgmma(scores_ref, q_tile, k_tile.transpose((1, 0)))
+            plgpu.wgmma(dweights_ref, dout_tile, v_tile.transpose((1, 0)))
             scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
             if layout.softcap is not None:
                 scores = hopper_rows.tanh(scores * (layout.scale / layout.softcap))

@@ -49,10 +49,18 @@ class Scratch(NamedTuple):
     left: jax.Ref | None
     k_ids: jax.Ref | None
     keys_full: jax.Ref
-    full: jax.Ref
-    empty: jax.Ref
     dscores_full: jax.Ref
-    free: jax.Ref
+    q_full: jax.Ref
+    q_empty: jax.Ref
+    q_free: jax.Ref
+    dout_full: jax.Ref
+    dout_empty: jax.Ref
+    dout_free: jax.Ref
+
+
+def divide_group(heads: int, num_ctas: int, enough: int) -> int:
+    """Into how many equal parts a group of heads goes: the fewest with which there are enough CTAs, or heads."""
+    return next((d for d in range(1, heads) if heads % d == 0 and d * num_ctas >= enough), heads)
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,16 @@ class Plan:
         return self.scale if self.dtype == jnp.bfloat16 else 1.0
 
     @property
+    def parts(self) -> int:
+        """Of each group of query heads."""
+        return divide_group(self.N // self.K, self.B * self.K * self.num_key_tiles, self.blocks.ctas)
+
+    @property
+    def num_owners(self) -> int:
+        """Parts of groups, each of which makes a dk and a dv; key/value heads where all groups are whole."""
+        return self.K * self.parts
+
+    @property
     def num_query_tiles(self) -> int:
         return pl.cdiv(self.T, ROWS)
 
@@ -95,20 +113,20 @@ class Plan:
 
     @property
     def section(self) -> int:
-        """The most key/value heads that divide all and of which q, dout and dq of a query head fit in the L2 cache.
+        """The most parts of groups that divide all and of which q, dout and dq of a query head fit in the L2 cache.
 
         At least two: all CTAs at one head would add to few tiles of dq at a time.
         """
-        return largest_divisor(self.B * self.K, max(2, L2_BYTES // (8 * self.T * self.H)))
+        return largest_divisor(self.B * self.num_owners, max(2, L2_BYTES // (8 * self.T * self.H)))
 
     def place(self, cluster: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-        """(batch, kv_head, keys) of a cluster, keys in units of what all its CTAs take.
+        """(batch, part of a group, keys) of a cluster, keys in units of what all its CTAs take.
 
         In a section the first keys, of which causal queries see most, come first.
         """
         section, rest = divide(cluster, self.section * (self.num_key_tiles // self.blocks.cluster))
         keys, head = divide(rest, self.section)
-        return *divide(section * self.section + head, self.K), keys
+        return *divide(section * self.section + head, self.num_owners), keys
 
     @property
     def keys_per_tile(self) -> int:
@@ -120,23 +138,28 @@ class Plan:
         return self.H if self.blocks.splits_keys else self.H // 2
 
     def scratch(self) -> Scratch:
-        rows, stages, H = ROWS, self.blocks.stages, self.H
+        rows, stages, dout_stages, H = ROWS, self.blocks.stages, self.blocks.dout_stages, self.H
         tile = partial(row_tiles, dtype=self.dtype, swizzle=self.blocks.swizzle)
+        empty = partial(plgpu.Barrier, num_arrivals=COMPUTE_WARPGROUPS)
+        free = partial(plgpu.ClusterBarrier, collective_axes=(MEMBER,))
         return Scratch(
             k=tile((self.keys_per_tile, H)),
             v=tile((self.keys_per_tile, H)),
             q=tile((stages, rows, H)),
-            dout=tile((stages, rows, H)),
+            dout=tile((dout_stages, rows, H)),
             stats=plgpu.SMEM((stages, 2 + self.has_segments, rows), jnp.float32),
             dscores=tile((2, self.keys_per_tile, rows)),
             staging=row_tiles((COMPUTE_WARPGROUPS, ROWS, self.blocks.staging), jnp.float32),
             left=tile((COMPUTE_WARPGROUPS, KEYS_PER_WARPGROUP, rows)) if self.is_interpreted else None,
             k_ids=plgpu.SMEM((self.keys_per_tile,), jnp.float32) if self.has_segments else None,
             keys_full=plgpu.Barrier(num_arrivals=2 + self.has_segments),
-            full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-            empty=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages),
             dscores_full=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
-            free=plgpu.ClusterBarrier(collective_axes=(MEMBER,), num_barriers=stages),
+            q_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            q_empty=empty(num_barriers=stages),
+            q_free=free(num_barriers=stages),
+            dout_full=plgpu.Barrier(num_barriers=dout_stages),
+            dout_empty=empty(num_barriers=dout_stages),
+            dout_free=free(num_barriers=dout_stages),
         )
 
 
@@ -174,7 +197,7 @@ class Worker:
 
     def first_scores(self, has_tiles) -> Array:
         def scores(scores_ref):
-            pl.when(has_tiles)(lambda: plgpu.barrier_wait(self.scratch.full.at[0]))
+            pl.when(has_tiles)(lambda: plgpu.barrier_wait(self.scratch.q_full.at[0]))
             self.issue_scores(scores_ref, pl.ds(self.first_key, KEYS_PER_WARPGROUP), 0)
             return scores_ref[...]
 
@@ -191,8 +214,10 @@ class Worker:
         zero = lax.shift_right_logical(number, jnp.int32(30))
         keys = pl.ds(self.first_key + zero * KEYS_PER_WARPGROUP, KEYS_PER_WARPGROUP)
         dq_columns = pl.ds((self.warpgroup + zero) * (plan.H // 2), plan.H // 2)
-        slot, next_slot = lax.rem(number, blocks.stages), lax.rem(number + 1, blocks.stages)
-        q, dout, stats = scratch.q.at[slot], scratch.dout.at[slot], scratch.stats.at[slot]
+        at = lambda i, stages: zero if stages == 1 else lax.rem(i, stages)
+        slot, next_slot = (at(i, blocks.stages) for i in (number, number + 1))
+        dout_slot = at(number, blocks.dout_stages)
+        q, dout, stats = scratch.q.at[slot], scratch.dout.at[dout_slot], scratch.stats.at[slot]
         if blocks.splits_keys:
             # Two buffers, so that one barrier is enough: who writes this one again has passed the barrier of the next
             # tile, which the other warpgroup only reaches when it has read this one.
@@ -200,7 +225,8 @@ class Worker:
         else:
             dscores_tile = scratch.dscores.at[self.warpgroup]
         if not blocks.has_prefetch:
-            plgpu.barrier_wait(scratch.full.at[slot])
+            plgpu.barrier_wait(scratch.q_full.at[slot])
+        plgpu.barrier_wait(scratch.dout_full.at[dout_slot])
 
         def gradient(dweights_ref, scores_ref=None):
             tile = scores
@@ -258,13 +284,16 @@ class Worker:
         self.multiply(self.dv_ref, weights, dout.at[:, self.columns])
         if blocks.is_frugal:
             plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(scratch.dout_empty.at[dout_slot])
         next_scores = None
         if blocks.has_prefetch:
-            pl.when(has_next)(lambda: plgpu.barrier_wait(scratch.full.at[next_slot]))
+            pl.when(has_next)(lambda: plgpu.barrier_wait(scratch.q_full.at[next_slot]))
             next_scores = pl.run_scoped(issue_next, plgpu.ACC(self.shape, jnp.float32))
         else:
             products()
-        plgpu.barrier_arrive(scratch.empty.at[slot])
+        if not blocks.is_frugal:
+            plgpu.barrier_arrive(scratch.dout_empty.at[dout_slot])
+        plgpu.barrier_arrive(scratch.q_empty.at[slot])
         return next_scores
 
     def weights(self, scores: Array, lse) -> tuple[Array, Array | None]:
@@ -279,11 +308,11 @@ class Worker:
         plan = self.plan
         k_position = mask.k_start + column
         numbers = plgpu.broadcasted_iota(jnp.int32, (self.shape[0],), 0, layout=plgpu.Layout.WGMMA.reduce(1))
-        rows = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=plgpu.Layout.WGMMA)
+        rows = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=plgpu.Layout.WGMMA) + row
         down = lambda x: lax.broadcast_in_dim(x, self.shape, [0])
-        # The first row that sees each key: behind the tile for what is no key.
-        own = numbers + (k_position - mask.q_start - row)
-        first = jnp.where(numbers < mask.k_stop - k_position, own if plan.is_causal else 0 * own, ROWS)
+        # The first row that sees each key: behind all of them for what is no key.
+        own = numbers + (k_position - mask.q_start)
+        first = jnp.where(numbers < mask.k_stop - k_position, own if plan.is_causal else 0 * own, plan.T + ROWS)
         seen = down(first) <= rows
         if plan.window is not None:
             seen &= rows < down(own + plan.window)

@@ -1,5 +1,6 @@
 """The Hopper backward: interpreted on the CPU against float32 gradients, and lowered to CUDA for an H200."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.sharding import AbstractMesh
 from tolerance import assert_close
 
-from pallas_kernels import block_sizes, dense, hopper_backward, hopper_rows, xla
+from pallas_kernels import block_sizes, dense, hopper_backward, hopper_keys, hopper_rows, xla
 from pallas_kernels.block import Box, Operand
 from pallas_kernels.masks import Mask
 
@@ -65,10 +66,9 @@ def plain_backward(queries, keys, mask, H, softcap=None):
     return call_compiled(functools.partial(xla.backward, scale=H**-0.5, softcap=softcap), queries, keys, mask)
 
 
-def interpreted(queries, keys, mask, H, softcap=None, deterministic=False):
-    backward = functools.partial(
-        hopper_backward.backward, scale=H**-0.5, softcap=softcap, deterministic=deterministic, interpret=True
-    )
+def interpreted(queries, keys, mask, H, softcap=None, deterministic=False, blocks=None):
+    options = {"softcap": softcap, "deterministic": deterministic, "blocks": blocks}
+    backward = functools.partial(hopper_backward.backward, scale=H**-0.5, **options, interpret=True)
     gradients = call_compiled(backward, queries, keys, mask)
     jax.block_until_ready(gradients)
     assert not gpu_callbacks.get_races().races_found
@@ -104,6 +104,13 @@ def test_gradients_are_those_of_dense_attention(shape, place):
     assert_gradients_match(shape, place)
 
 
+@pytest.mark.parametrize("ctas, parts", [(1, 1), (3, 2), (264, 4)])
+def test_a_group_of_heads_is_dealt_to_several_thread_blocks_where_there_are_few(ctas, parts):
+    blocks = dataclasses.replace(block_sizes.TABLE["backward", 64, "bfloat16", "causal"], ctas=ctas)
+    assert hopper_keys.divide_group(4, 2, ctas) == parts
+    assert_gradients_match((1, 70, 4, 131, 1, 64, "bfloat16"), (61, 0, 131, True), blocks=blocks)
+
+
 @pytest.mark.parametrize(
     "shape, place",
     [
@@ -127,14 +134,14 @@ def test_gradients_through_a_softcap_are_those_of_dense_attention():
         assert_gradients_match((1, 64, 1, 64, 1, 64, "bfloat16"), (0, 0, 64, True), 2.0, deterministic)
 
 
-def assert_gradients_match(shape, place, softcap=None, deterministic=False):
+def assert_gradients_match(shape, place, softcap=None, deterministic=False, blocks=None):
     q, k, v, dout = make_inputs(*shape)
     if len(place) == 6:
         place = (*place[:5], tuple(document_ids(x.shape[1], *place[5]) for x in (q, k)))
     mask = position(*place)
     lse, delta, exact = differentiate(q, k, v, dout, mask, softcap)
     task = whole(q, dout, lse, delta), whole(k, v), mask
-    ours = interpreted(*task, q.shape[-1], softcap, deterministic)
+    ours = interpreted(*task, q.shape[-1], softcap, deterministic, blocks)
     compare(ours, plain_backward(*task, q.shape[-1], softcap), exact, shape[-1])
 
 
