@@ -237,7 +237,7 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
         for gradient, ref in ((dk * (plan.scale / plan.weight), dk_ref), (dv * (1 / plan.weight), dv_ref)):
             target = ref.at[batch, pl.ds(column + first_key, KEYS_PER_WARPGROUP), owner, own_columns]
             store_rows(gradient.astype(ref.dtype), staging, target)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _dq_tile(dq_ref, key_tile, batch, tile, q_head, warpgroup, plan: Plan):

@@ -88,7 +88,7 @@ def _kernel(layout: Layout, stats_ref: Any, *refs: Any, **scratch: Any) -> None:
         dq = pl.run_scoped(compute, plgpu.ACC((ROWS, layout.H), jnp.float32))
         first = pl.ds(task.tile * layout.rows + warpgroup * ROWS, ROWS)
         hopper_rows.store_rows(dq, scratch["out_smem"].at[warpgroup], dq_ref.at[task.batch, first, task.head])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _compute(

@@ -106,13 +106,14 @@ def _kernel(layout: Layout, *refs: Any, **scratch: Any) -> None:
         plgpu.set_max_registers(blocks.compute_registers, action="increase")
         acc, top, total = _compute(layout, task, warpgroup, **scratch)
         first = task.tile * layout.rows + warpgroup * ROWS
-        out_smem, lse_smem = (scratch[x].at[warpgroup] for x in ("out_smem", "lse_smem"))
+        # Where the queries were there is room for the whole tile.
+        out_smem = scratch.get("out_smem", scratch["q_smem"]).at[warpgroup]
+        lse_smem = scratch["lse_smem"].at[warpgroup]
         lse_smem[...] = jnp.where(total > 0, (top + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[task.batch, task.head, pl.ds(first, ROWS)])
         out = (acc * across_columns(1 / jnp.where(total > 0, total, 1.0), acc.shape)).astype(layout.dtype)
         hopper_rows.store_rows(out, out_smem, out_ref.at[task.batch, pl.ds(first, ROWS), task.head])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[task.batch, task.head, pl.ds(first, ROWS)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _compute(

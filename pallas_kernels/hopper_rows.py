@@ -140,13 +140,15 @@ def make_scratch(layout: Layout, dtype: jnp.dtype, num_q_arrivals: int) -> dict[
         "q_smem": row_tiles((blocks.warpgroups, ROWS, H), dtype),
         "k_smem": row_tiles((blocks.stages, blocks.keys, H), dtype),
         "v_smem": row_tiles((blocks.stages, blocks.keys, H), dtype, swizzle),
-        "out_smem": row_tiles((blocks.warpgroups, ROWS, STAGED_BYTES // layout.dtype.itemsize), layout.dtype),
         "q_full": plgpu.Barrier(num_arrivals=num_q_arrivals + layout.has_segments, num_barriers=blocks.warpgroups),
         "k_full": plgpu.Barrier(num_arrivals=1 + layout.has_segments, num_barriers=blocks.stages),
         "v_full": plgpu.Barrier(num_barriers=blocks.stages),
         "k_empty": plgpu.Barrier(num_arrivals=blocks.warpgroups, num_barriers=blocks.stages),
         "v_empty": plgpu.Barrier(num_arrivals=blocks.warpgroups, num_barriers=blocks.stages),
     }
+    if layout.dtype != dtype:
+        staged = blocks.warpgroups, ROWS, STAGED_BYTES // layout.dtype.itemsize
+        scratch["out_smem"] = row_tiles(staged, layout.dtype)
     if layout.has_segments:
         scratch["q_ids_smem"] = plgpu.SMEM((blocks.warpgroups, ROWS), jnp.float32)
         width = blocks.keys + -blocks.keys % COPY_COLUMNS  # the copy engine writes to multiples of 128 bytes

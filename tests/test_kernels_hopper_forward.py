@@ -82,6 +82,27 @@ def test_interpreted_kernel_matches_the_oracle(name):
     assert_matches(*operands(shape), Mask(*map(jnp.int32, scalars), **({"is_causal": True} | others)), softcap)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_results_of_the_inputs_dtype_are_the_rounded_ones(head_dim):
+    """They leave by other ways through shared memory."""
+    queries, keys = operands((77, 205, 2, 1, head_dim))
+    mask = Mask(*map(jnp.int32, (190, 100, 290)), True)
+
+    @jax.jit
+    def run(q, k, v):
+        operand = lambda x, *arrays: Operand(arrays, x.box, None, x.is_peer)
+        interpret = plgpu.InterpretGPUParams(detect_races=True)
+        forward = lambda dtype: hopper.forward(operand(queries, q), operand(keys, k, v), mask, 0.1, dtype=dtype,
+                                               blocks=SMALL_TILES, interpret=interpret)  # fmt: skip
+        return forward(jnp.float32), forward(jnp.bfloat16)
+
+    (out, lse), (short_out, short_lse) = jax.block_until_ready(run(*queries.own, *keys.own))
+    assert not gpu_callbacks.get_races().races_found
+    assert short_out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(short_out.astype(jnp.float32), out, rtol=2**-8)
+    np.testing.assert_allclose(short_lse, lse, rtol=1e-6)
+
+
 @pytest.mark.parametrize("growth", [0, 3])
 @pytest.mark.parametrize("name", ["odd lengths", "documents"])
 def test_tiles_of_long_rows(name, growth):
