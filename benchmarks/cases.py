@@ -92,6 +92,7 @@ KERNEL = {
         *(Case(T, 16, 16, H, is_causal) for H in (64, 128, 256) for is_causal in (False, True) for T in TOKENS),
         *(Case(T, 32, 8, H, is_causal=True) for H in (64, 128, 256) for T in TOKENS),
         *masked(16),
+        *(Case(65536, 16, 16, H, is_causal=True, documents=DOCUMENTS) for H in (64, 256)),
     )
 }
 # What each head dim, length, grouping and mask costs, in a few minutes; "*" measures all of KERNEL.
