@@ -35,6 +35,7 @@ class ForwardBlocks:
     """How a thread block of the forward is laid out.
 
     warpgroups: those that compute, 64 query rows each. keys: of a tile. stages: tiles of K and of V in shared memory.
+    staging: columns of float32 results that leave at a time.
     skips_rescaling: a warp with no new maximum in its rows does not multiply their sums by 1.
     compute_registers, copy_registers: a thread's; 64K a thread block, in multiples of 8.
     """
@@ -42,6 +43,7 @@ class ForwardBlocks:
     warpgroups: int = 2
     keys: int = 128
     stages: int = 2
+    staging: int = 64
     skips_rescaling: bool = True
     compute_registers: int = 240
     copy_registers: int = 24
@@ -82,7 +84,7 @@ _FORWARD = {
     64: ForwardBlocks(warpgroups=3, stages=3, skips_rescaling=False, compute_registers=160, copy_registers=32),
     128: ForwardBlocks(warpgroups=3, keys=80, stages=3, compute_registers=160, copy_registers=32),
     192: ForwardBlocks(keys=64),
-    256: ForwardBlocks(keys=64),
+    256: ForwardBlocks(keys=64, staging=32),
 }
 _DQ = {
     64: ForwardBlocks(keys=64, stages=4),

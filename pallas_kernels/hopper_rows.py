@@ -24,7 +24,6 @@ from pallas_kernels.masks import Mask
 COPY_ROWS = 8  # height of the tiles in which the copy engine reads and writes
 COPY_COLUMNS = 32  # float32 numbers of a row of such a tile
 ROWS = 64  # of one wgmma instruction, which one warpgroup issues
-STAGED_BYTES = 128  # of a row of results that are in shared memory at a time
 LOG2_E = math.log2(math.e)
 # The matrix units cut off what does not fit in a sum: at most so many keys are added up by them, in whole tiles.
 MAX_KEYS = 128 * 1024
@@ -146,9 +145,8 @@ def make_scratch(layout: Layout, dtype: jnp.dtype, num_q_arrivals: int) -> dict[
         "k_empty": plgpu.Barrier(num_arrivals=blocks.warpgroups, num_barriers=blocks.stages),
         "v_empty": plgpu.Barrier(num_arrivals=blocks.warpgroups, num_barriers=blocks.stages),
     }
-    if layout.dtype != dtype:
-        staged = blocks.warpgroups, ROWS, STAGED_BYTES // layout.dtype.itemsize
-        scratch["out_smem"] = row_tiles(staged, layout.dtype)
+    if layout.dtype != dtype:  # others fit where the queries were
+        scratch["out_smem"] = row_tiles((blocks.warpgroups, ROWS, blocks.staging), layout.dtype)
     if layout.has_segments:
         scratch["q_ids_smem"] = plgpu.SMEM((blocks.warpgroups, ROWS), jnp.float32)
         width = blocks.keys + -blocks.keys % COPY_COLUMNS  # the copy engine writes to multiples of 128 bytes
