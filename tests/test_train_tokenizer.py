@@ -1,6 +1,7 @@
 """train.tokenizer, train.chat, train.sources: borders, answers, what a template may do, and what is refused."""
 
 import json
+import resource
 import sys
 
 import numpy as np
@@ -293,6 +294,18 @@ def test_a_failure_leaves_no_part_of_the_tokens(make, tmp_path):
     with pytest.raises(InputError, match="line 2 is a JSON object"):
         load(tmp_path / "a.jsonl", 280, tokenizer=make(eos_token="</s>"), cache=tmp_path / "tokens")
     assert list((tmp_path / "tokens").iterdir()) == []
+
+
+def test_a_disk_that_is_full_once_the_tokens_are_written_is_told_in_one_line(make, tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    tokenizer, limits = make(eos_token="</s>"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))  # room for the tokens, not for where documents begin
+    try:
+        with pytest.raises(InputError, match=r"tokens are kept in .*/tokens: a folder that can be written \(.+\)"):
+            load(tmp_path / "a.txt", 280, tokenizer=tokenizer, cache=tmp_path / "tokens")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.suffix for path in (tmp_path / "tokens").iterdir()] == [".int32"]
 
 
 def test_a_long_tokenization_says_how_far_it_is(make, tmp_path, monkeypatch, capsys):

@@ -427,11 +427,12 @@ def _encode(
     if not (kept.exists() and starts.exists()):
         total = sum(file.stat().st_size for file in files)
         sizes: list[tuple[int, bool]] = []
-        _write(kept, _with_notes(tokenizer.encode(_filled(files, bad), bad), source, total, sizes))
+        with _written(kept, ".partial") as partial, partial.open("wb") as file:
+            for values in _with_notes(tokenizer.encode(_filled(files, bad), bad), source, total, sizes):
+                file.write(values.astype("<i4", copy=False).tobytes())
         _tell_of_skipped(bad, source)
-        partial = starts.with_suffix(f".{os.getpid()}.npy")
-        np.save(partial, _starts(sizes))
-        partial.replace(starts)
+        with _written(starts, ".npy") as partial:
+            np.save(partial, _starts(sizes))
     return np.memmap(kept, "<i4", mode="r") if kept.stat().st_size else np.zeros(0, np.int32), np.load(starts)
 
 
@@ -466,17 +467,17 @@ def _fingerprint(files: list[Path], tokenizer: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def _write(path: Path, pieces: Iterator[np.ndarray]) -> None:
-    """Writes int32 values under a name of this process, and renames the file once it is whole."""
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+@contextlib.contextmanager
+def _written(path: Path, suffix: str) -> Iterator[Path]:
+    """A path to write to that is this process's own, and takes the name of the given one once it is whole."""
+    partial = path.with_suffix(f".{os.getpid()}{suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            for values in pieces:
-                file.write(values.astype("<i4", copy=False).tobytes())
+        yield partial
         partial.replace(path)
     except OSError as error:
-        raise InputError(f"tokens are kept in {path.parent}: a folder that can be written ({error.strerror})") from None
+        reason = error.strerror or error
+        raise InputError(f"tokens are kept in {path.parent}: a folder that can be written ({reason})") from None
     finally:
         # Not after the rename, only where something went wrong before it.
         with contextlib.suppress(OSError):
