@@ -344,24 +344,24 @@ def open_data(config: Config, cache: Path) -> Data:
     tokenizer = load_tokenizer(folder)
     if folder is not None and tokenizer.vocab_size > vocab_size:
         raise InputError(f"--vocab-size {vocab_size}: at least {tokenizer.vocab_size}, for --tokenizer {folder}")
-    training, held_out, most = [], [], config.max_bad_lines
-    for source in config.data or (None,):
-        tokens = load(source and source.path, vocab_size, tokenizer=tokenizer, cache=cache, max_bad_lines=most)
+
+    def read(flag: str, path: Path | None, weight: float = 1.0) -> Share:
+        bad = config.max_bad_lines
+        tokens = load(path, vocab_size, tokenizer=tokenizer, cache=cache, flag=flag, max_bad_lines=bad)
         starts = starts_of(tokens, folder and tokenizer) if config.packing else None
-        rows, weight = Rows(tokens.values, config.seq_len, starts=starts), source.weight if source else 1.0
-        if config.eval_fraction is not None:
+        return Share(tokens, Rows(tokens.values, config.seq_len, starts=starts), weight)
+
+    training = [read("--data", source.path, source.weight) for source in config.data] or [read("--data", None)]
+    held_out = [read("--eval-data", config.eval_data)] if config.eval_data else []
+    if (fraction := config.eval_fraction) is not None:
+        for i, share in enumerate(training):
             try:
-                rows, others = rows.split(config.eval_fraction, config.seed)
+                training[i], others = (
+                    dataclasses.replace(share, rows=x) for x in share.rows.split(fraction, config.seed)
+                )
             except ValueError as error:
-                raise InputError(f"--eval-fraction {config.eval_fraction:g}: {error} in {tokens.source}") from None
-            held_out.append(Share(tokens, others, weight))
-        training.append(Share(tokens, rows, weight))
-    if config.eval_data is not None:
-        tokens = load(
-            config.eval_data, vocab_size, tokenizer=tokenizer, cache=cache, flag="--eval-data", max_bad_lines=most
-        )
-        starts = starts_of(tokens, folder and tokenizer) if config.packing else None
-        held_out.append(Share(tokens, Rows(tokens.values, config.seq_len, starts=starts)))
+                raise InputError(f"--eval-fraction {fraction:g}: {error} in {share.tokens.source}") from None
+            held_out.append(others)
     evaluated = [config.eval_data] if config.eval_data else [source.path for source in config.data]
     # Without --tokenizer, nobody knows what the numbers of a token file stand for.
     is_unknown = folder is None and any(map(is_token_file, evaluated))
