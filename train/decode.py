@@ -77,9 +77,7 @@ def restore(directory: Path, shape: MeshShape, platform: config.Platform) -> Res
         llama = config.model_of(settings) if settings else config_json.from_json(config_json.read(directory))
     except ValueError as error:
         raise InputError(f"RUN_DIR {directory}: a run with a checkpoint, or a Hugging Face model; {error}") from error
-    if llama.num_key_value_heads % shape.tensor:
-        heads = llama.num_key_value_heads
-        raise InputError(f"--mesh {shape}: a tensor axis that divides the model's {heads} key/value heads")
+    config.check_heads(shape, llama)
     tokenizer = load_tokenizer(_tokenizer_of(directory, settings))
     xla_flags.apply(xla_flags.choose())
     mesh = make_mesh(shape, platform)

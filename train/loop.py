@@ -23,18 +23,18 @@ from models import huggingface
 from train import data, distributed
 from train.checkpoint import Checkpoints, by_name, quiet
 from train.checks import BadSteps, checked
-from train.config import Config, check_run_dir, open_run_dir, run_dir_of, settings_of
+from train.config import Config, settings_of
 from train.decode import Samples
 from train.evaluation import Evaluation
 from train.exits import Stop
 from train.faults import fault
 from train.flags import InputError, without
 from train.interrupt import Interrupt
-from train.lock import locked
 from train.mesh import describe, keep_compiled, make_mesh, peak_memory
 from train.plan import dry_run, explain_exhaustion, ideal_seconds
 from train.program import build_program
 from train.report import Clock, Pace, Profile, Report, say
+from train.run_dir import check_run_dir, locked, open_run_dir, run_dir_of
 from train.saving import Saver
 from train.sharding import HEADS, bytes_per_device
 from train.sinks import Sink, TensorBoard, Tracker
