@@ -30,6 +30,7 @@ from train.exits import Stop
 from train.faults import fault
 from train.flags import InputError, without
 from train.interrupt import Interrupt
+from train.job import leave
 from train.mesh import describe, keep_compiled, make_mesh, peak_memory
 from train.plan import dry_run, explain_exhaustion, ideal_seconds
 from train.program import build_program
@@ -163,7 +164,7 @@ def _open_checkpoints(folder: Path, keep: int, clock: Clock) -> Iterator[Checkpo
     except Exception as error:
         # That save needs all processes, of which this one is to tell the others first.
         if distributed.num_processes() > 1 and not isinstance(error, Stop):
-            distributed.leave(error)
+            leave(error)
         raise
     finally:
         with clock.phase("save"):
