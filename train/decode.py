@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32, Int32
@@ -21,7 +20,7 @@ from models import config_json, huggingface
 from models.config import LlamaConfig
 from models.llama import Cache, Llama
 from train import config
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, by_name
 from train.data import Data
 from train.export import read_settings
 from train.flags import InputError, MeshShape
@@ -86,9 +85,9 @@ def restore(directory: Path, shape: MeshShape, platform: config.Platform) -> Res
     program = build(create_model, mesh=mesh, optimizer=OptimizerConfig())
     struct = program.state_struct.params
     if settings:
-        named = {f"params.{name}": leaf for name, leaf in flatten_dict(struct, sep=".").items()}
+        named = by_name({"params": struct})
         step, read = Checkpoints(directory / "checkpoints").newest(named)
-        params = unflatten_dict({name.removeprefix("params."): read(name) for name in named}, sep=".")
+        params = jax.tree.unflatten(jax.tree.structure(struct), map(read, named))
         origin = f"step {step} of {directory}"
     else:
         try:

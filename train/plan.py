@@ -43,16 +43,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.parameters + self.optimizer + self.saved + self.temporaries
+        return sum(self.classes.values())
 
     @property
     def classes(self) -> dict[str, int]:
-        return {
-            "parameters": self.parameters,
-            "optimizer": self.optimizer,
-            "saved activations": self.saved,
-            "temporaries": self.temporaries,
-        }
+        on_device = {"parameters": self.parameters, "optimizer": self.optimizer}
+        return on_device | {"saved activations": self.saved, "temporaries": self.temporaries}
 
 
 def measure(config: Config, program: Program, mesh: Mesh) -> Memory:
