@@ -191,15 +191,10 @@ class Config:
             raise InputError(f"--decay-steps {self.decay_steps}: more than --warmup-steps {self.warmup_steps}")
         if self.profile_steps is not None and self.profile_steps.last > self.steps:
             raise InputError(f"--profile-steps {self.profile_steps}: within the steps of the run, --steps {self.steps}")
-        for source in self.data:
-            if not source.path.exists():
-                raise InputError(
-                    f"--data {source.path}: a file or folder that exists, or one with :WEIGHT above 0"
-                    f"{perhaps_beside(source.path)}"
-                )
-        for flag, path in (("--tokenizer", self.tokenizer), ("--eval-data", self.eval_data)):
+        paths = [("--data", source.path, ", or one with :WEIGHT above 0") for source in self.data]
+        for flag, path, more in (*paths, ("--tokenizer", self.tokenizer, ""), ("--eval-data", self.eval_data, "")):
             if path is not None and not path.exists():
-                raise InputError(f"{flag} {path}: a file or folder that exists{perhaps_beside(path)}")
+                raise InputError(f"{flag} {path}: a file or folder that exists{more}{perhaps_beside(path)}")
         if self.strategy == "hybrid" and self.mesh.num_nodes == 1:
             raise InputError(f"--strategy hybrid: a seq axis of two parts in --mesh {self.mesh}, such as seq=2x4")
         if self.strategy == "megatron" and self.mesh.tensor > 1:
@@ -253,7 +248,7 @@ class Config:
     @functools.cached_property
     def llama(self) -> LlamaConfig:
         """The model with the overrides of the command line."""
-        return model_of(_to_json(self) | {"origin": self.origin})
+        return model_of(settings_of(self))
 
 
 def parse(arguments: Sequence[str]) -> Config:
@@ -262,7 +257,7 @@ def parse(arguments: Sequence[str]) -> Config:
     Raises:
       InputError: a flag or its value is not allowed.
     """
-    given = flags.given(arguments)
+    given = set(flags.given(arguments))
     words = [*_saved_arguments(arguments, given), *arguments]
     config = flags.cli(Config, words, "python -m train.llama", ModelOverrides, repeatable={"--data"})
     check_heads(config.mesh, config.llama)
@@ -335,10 +330,9 @@ def model_of(settings: dict[str, Any]) -> LlamaConfig:
         if "rope_theta" in given and extension is None:
             given = {"max_position_embeddings": max(base.max_position_embeddings, settings["seq_len"])} | given
         model = dataclasses.replace(base, **given)
-        model = model if extension is None else model.extended(RopeExtension.parse(extension))
+        return model if extension is None else model.extended(RopeExtension.parse(extension))
     except ValueError as error:
         raise InputError(f"{source}{words}: {error}") from error
-    return model
 
 
 # These are not of the training; without run_dir, a run-dir can be moved.
@@ -348,8 +342,8 @@ _NOT_SAVED = (
 )
 
 
-def _to_json(config: Config) -> dict[str, Any]:
-    """Every setting of training by name."""
+def settings_of(config: Config) -> dict[str, Any]:
+    """What config.json holds of a run: every setting of training by name, and the config.json of --init-from."""
     settings = dataclasses.asdict(config) | dataclasses.asdict(config.overrides)
     for name in _NOT_SAVED:
         del settings[name]
@@ -362,9 +356,5 @@ def _to_json(config: Config) -> dict[str, Any]:
         "save_every": str(config.save_every),
         "profile_steps": config.profile_steps and str(config.profile_steps),
         "rope_scaling": config.overrides.rope_scaling and str(config.overrides.rope_scaling),
+        "origin": config.origin,
     }
-
-
-def settings_of(config: Config) -> dict[str, Any]:
-    """What config.json holds of a run: every setting, and the config.json of --init-from."""
-    return _to_json(config) | {"origin": config.origin}

@@ -23,7 +23,7 @@ from train import config
 from train.checkpoint import Checkpoints, by_name
 from train.data import Data
 from train.export import read_settings
-from train.flags import InputError, MeshShape
+from train.flags import InputError, MeshShape, Source
 from train.mesh import make_mesh
 from train.program import make_model, model_maker
 from train.sharding import HEADS, TOKENS
@@ -57,9 +57,8 @@ class Restored:
 
     def token_losses(self, batch: dict[str, np.ndarray]) -> np.ndarray:
         """Cross entropy [B T] in nats of tokens and labels, as those of a training; the mesh divides B and T."""
-        return jax.device_get(
-            self.program.token_losses(self.params, jax.device_put(batch, self.program.batch_sharding))
-        )
+        placed = jax.device_put(batch, self.program.batch_sharding)
+        return jax.device_get(self.program.token_losses(self.params, placed))
 
 
 def restore(directory: Path, shape: MeshShape, platform: config.Platform) -> Restored:
@@ -94,10 +93,9 @@ def restore(directory: Path, shape: MeshShape, platform: config.Platform) -> Res
             params, origin = huggingface.load(directory, struct), str(directory)
         except ValueError as error:
             raise InputError(f"RUN_DIR {directory}: {error}") from error
-    sources = [config.Source.parse(text).path for text in (settings or {}).get("data", [])]
-    return Restored(
-        origin, llama, tokenizer, [path for path in sources if path.exists()], mesh, create_model, program, params
-    )
+    sources = [Source.parse(text).path for text in (settings or {}).get("data", [])]
+    data = [path for path in sources if path.exists()]
+    return Restored(origin, llama, tokenizer, data, mesh, create_model, program, params)
 
 
 def _tokenizer_of(directory: Path, settings: dict | None) -> Path | None:

@@ -32,7 +32,7 @@ from train.flags import InputError, without
 from train.interrupt import Interrupt
 from train.job import leave
 from train.mesh import describe, keep_compiled, make_mesh, peak_memory
-from train.plan import dry_run, explain_exhaustion, ideal_seconds
+from train.plan import dry_run, explain_exhaustion, ideal_seconds, lower_step
 from train.program import build_program
 from train.report import Clock, Pace, Profile, Report, say
 from train.run_dir import check_run_dir, locked, open_run_dir, run_dir_of
@@ -196,8 +196,7 @@ def _compile(
     """(number, state, batch) -> the step, compiled ahead; and the evaluation of a state if there is one, which compiles
     as it meets a shape.
     """
-    batch = program.batch_struct(config.batch_size, config.seq_len)
-    compiled_step = program.step.lower(program.state_struct, batch).compile()
+    compiled_step = lower_step(program, batch_size=config.batch_size, seq_len=config.seq_len).compile()
     step = checked(compiled_step, config.check_determinism, by_name)
     if config.platform == "cuda" and config.mesh.seq > 1:
         _tell_of_exposed(compiled_step.as_text())

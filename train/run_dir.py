@@ -21,9 +21,7 @@ _MAY_CHANGE = {
 }
 # How a step is computed, not what: another one goes on with the same batches, and the same losses up to rounding. The
 # default run-dir tells them apart nevertheless.
-_MAY_CHANGE_ON_RESUME = _MAY_CHANGE | {
-    *("mesh", "remat", "strategy", "accumulate", "platform", "deterministic", "max_bad_lines"),
-}
+_HOW = {"mesh", "remat", "strategy", "accumulate", "platform", "deterministic", "max_bad_lines"}
 # Of config.json, and of tokens that are kept.
 _HALF_WRITTEN = ("*.partial", "tokens/*.partial", "tokens/*.starts.*.npy")
 
@@ -58,7 +56,7 @@ def check_run_dir(config: Config) -> None:
         ) from None
     if saved.get("origin") != settings["origin"] and saved.get("init_from") == settings["init_from"]:
         raise InputError(f"--init-from {config.init_from}: the config.json with which the run in {run_dir} began")
-    accepted = _MAY_CHANGE_ON_RESUME | {name.replace("-", "_") for name in config.accept} | {"origin"}
+    accepted = _MAY_CHANGE | _HOW | {name.replace("-", "_") for name in config.accept} | {"origin"}
     changed = [
         name for name in sorted((saved.keys() | settings.keys()) - accepted) if saved.get(name) != settings.get(name)
     ]
