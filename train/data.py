@@ -271,12 +271,11 @@ def open_data(config: Config, cache: Path) -> Data:
     if (fraction := config.eval_fraction) is not None:
         for i, share in enumerate(training):
             try:
-                training[i], others = (
-                    dataclasses.replace(share, rows=x) for x in share.rows.split(fraction, config.seed)
-                )
+                kept, others = share.rows.split(fraction, config.seed)
             except ValueError as error:
                 raise InputError(f"--eval-fraction {fraction:g}: {error} in {share.tokens.source}") from None
-            held_out.append(others)
+            training[i] = dataclasses.replace(share, rows=kept)
+            held_out.append(dataclasses.replace(share, rows=others))
     evaluated = [config.eval_data] if config.eval_data else [source.path for source in config.data]
     # Without --tokenizer, nobody knows what the numbers of a token file stand for.
     is_unknown = folder is None and any(map(is_token_file, evaluated))
