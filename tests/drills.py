@@ -618,6 +618,7 @@ def memory(lab: Lab) -> None:
 @drill("SIGTERM in a save of two", fault="save@6/1,term", codes=(0, 0), said=("stopped after step 7", ""))
 @drill("SIGTERM to one that compiles", fault="compile/1,term", codes=(0, 0), said=("stopped after step 0", ""))
 @drill("SIGUSR1 to one of two", fault="step@5/1,usr1 step@5/1,pause", codes=(0, 0), said=("checkpoint 5: state ", ""))
+@drill("slow save of one of two", fault="whole/0,pause", codes=(0, 0), said=(f"checkpoint {STEPS}: state ", ""))
 @drill(
     "full disk of one of two",
     fault="save@6/1,full",

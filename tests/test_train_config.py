@@ -1,4 +1,4 @@
-"""train.config: what the command line means, what it refuses in one line, and who owns a run-dir."""
+"""train.config, train.run_dir: what the command line means, what it refuses in one line, and who owns a run-dir."""
 
 import dataclasses
 import json
@@ -12,8 +12,9 @@ import pytest
 from models.config import PRESETS
 from models.rope import Llama3RopeScaling
 from train import llama
-from train.config import Config, default_run_dir, open_run_dir, parse
+from train.config import Config, parse
 from train.flags import InputError, MeshShape, Source, StepRange
+from train.run_dir import default_run_dir, open_run_dir
 
 ROOT = Path(__file__).parent.parent
 REFUSED = [

@@ -1,4 +1,4 @@
-"""train.data: rows, labels, order and resumption, the kinds of sources, and what is refused."""
+"""train.data, train.tokens: rows, labels, order and resumption, the kinds of sources, and what is refused."""
 
 import itertools
 import json
@@ -10,11 +10,12 @@ import pytest
 from distflash_jax.packing import idle_share
 from distflash_jax.schedule import balanced
 from train.config import Config
-from train.data import Batches, Rows, Share, Spread, Tokens, load, open_data, sample, starts_of
+from train.data import Batches, Rows, Share, Spread, open_data, sample
 from train.flags import InputError, MeshShape, Source
 from train.loss import IGNORED
 from train.sources import map_tokens
 from train.tokenizer import SEPARATOR
+from train.tokens import Tokens, load, starts_of
 
 
 def text_of(values) -> bytes:

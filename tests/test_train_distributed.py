@@ -1,4 +1,4 @@
-"""train.distributed: who takes part, and two processes of four devices against one of eight."""
+"""train.job, train.distributed: who takes part, and two processes of four devices against one of eight."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from train import distributed
 from train.config import parse
-from train.distributed import Job, find_job
 from train.flags import InputError, MeshShape
+from train.job import Job, find_job
 from train.mesh import by_host, make_mesh
 
 ROOT = Path(__file__).parent.parent
@@ -109,7 +109,7 @@ def free_port() -> int:
 def meet(process_id: int, port: int) -> subprocess.Popen:
     """A process that waits two seconds for another one."""
     script = (
-        "import sys\nfrom train.distributed import Job, joined\nfrom train.flags import InputError\n"
+        "import sys\nfrom train.job import Job, joined\nfrom train.flags import InputError\n"
         f"try:\n  with joined(Job('127.0.0.1:{port}', 2, {process_id}), seconds=2): pass\n"
         "except InputError as error: sys.exit(f'error: {error}')"
     )
@@ -127,9 +127,9 @@ def test_processes_that_do_not_meet_end_with_one_line():
 # Two processes, of which one leaves the other alone; that would end with 0 after a minute.
 FAILING = """
 import os, signal, sys, time
-from train import distributed
+from train import distributed, job
 case, process_id, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-with distributed.joined(distributed.Job(f"127.0.0.1:{port}", 2, process_id)):
+with job.joined(job.Job(f"127.0.0.1:{port}", 2, process_id)):
     time.sleep(1)
     if process_id == 1:
         if case == "raises":
@@ -235,8 +235,9 @@ import jax, jax.numpy as jnp
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 from train.checkpoint import Checkpoints
-from train.distributed import Job, is_first, joined
+from train.distributed import is_first
 from train.flags import MeshShape
+from train.job import Job, joined
 from train.mesh import make_mesh
 
 folder, port, process_id = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

@@ -12,10 +12,11 @@ from test_models_huggingface import read_independently
 from models import config_json
 from train import data, export
 from train.checkpoint import Checkpoints
-from train.config import model_of, open_run_dir, parse
+from train.config import model_of, parse
 from train.flags import InputError
 from train.loop import _imported, _resolve, _tell_of_guessing, build_program
 from train.mesh import make_mesh
+from train.run_dir import open_run_dir
 
 FLAGS = ["--mesh", "data=2,seq=4", "--platform", "cpu", "--seq-len", "64"]
 

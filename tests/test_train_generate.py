@@ -18,12 +18,13 @@ from models import huggingface
 from models.config import LlamaConfig
 from train import decode, generate, needle
 from train.checkpoint import Checkpoints
-from train.config import open_run_dir, parse
+from train.config import parse
 from train.data import open_data
 from train.decode import Choice, Decoder, Restored, Samples, restore
 from train.flags import InputError, MeshShape
 from train.loss import IGNORED
 from train.program import make_model
+from train.run_dir import open_run_dir
 from train.step import OptimizerConfig, build
 from train.tokenizer import SEPARATOR, ByteTokenizer
 

@@ -15,8 +15,9 @@ from test_train_config import ROOT, children_seconds
 from test_train_report import SMALL, devices_of
 
 from train import llama, loop, mesh
-from train.config import open_run_dir, parse
+from train.config import parse
 from train.flags import InputError, MeshShape
+from train.run_dir import open_run_dir
 
 SETTINGS = SMALL[:-2]  # without --data
 

@@ -5,9 +5,10 @@ import signal
 import time
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from train import saving
+from train import distributed, saving
 from train.checkpoint import Checkpoints
 from train.exits import Exit, Stop
 from train.flags import SaveEvery, without
@@ -125,6 +126,25 @@ def test_the_end_is_tried_again_and_never_lost_in_silence(run, said, break_disk,
     saver, _ = run("2")
     monkeypatch.setattr(saving, "say", lambda line: break_disk(False))
     saver.finish(4, {"x": jnp.arange(4.0)}, {})
+
+
+def test_a_save_is_over_for_no_process_before_it_is_for_all(run, said, monkeypatch):
+    """Who is done earlier would not take part where the other one waits for the end of its save."""
+    _, after = run("2")
+    is_going_on_elsewhere = True
+
+    def of_all(*own):
+        stop, due, failed, _, seconds = own
+        return np.array([own, [stop, due, failed, is_going_on_elsewhere, seconds]], np.float32)
+
+    monkeypatch.setattr(distributed, "of_all", of_all)
+    after(2)
+    wait(run.disk)
+    after(3)
+    assert run.disk.pending is not None and said == []
+    is_going_on_elsewhere = False
+    after(3)
+    assert run.disk.pending is None and len(said) == 1 and said[0].startswith("checkpoint 2: state ")
 
 
 def test_nothing_new_is_nothing_to_save(run, tmp_path):

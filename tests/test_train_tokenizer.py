@@ -1,6 +1,7 @@
-"""train.tokenizer, train.chat, train.sources: borders, answers, what a template may do, and what is refused."""
+"""train.tokenizer, .chat, .sources and .tokens: borders, answers, what a template may do, and what is refused."""
 
 import json
+import resource
 import sys
 
 import numpy as np
@@ -8,14 +9,15 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from train import chat, data, sources
+from train import chat, sources, tokens
 from train import tokenizer as tokenizer_module
 from train.chat import ChatTemplate
-from train.data import load
+from train.data import Rows
 from train.flags import InputError
 from train.loss import IGNORED
 from train.sources import Conversation, Document
 from train.tokenizer import FileTokenizer
+from train.tokens import load
 
 SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
@@ -129,7 +131,7 @@ def test_answers_alone_are_learned_each_with_its_end(make, trained, template, en
 def test_labels_of_an_instruction_are_its_completion(make, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "hi", "completion": "hello", "id": 3}\n')
     tokens = load(tmp_path / "a.jsonl", 280, tokenizer=make(eos_token="</s>", chat_template=CHATML))
-    row = data.Rows(tokens.values, 64)[0]
+    row = Rows(tokens.values, 64)[0]
     answer = ids_of(make(eos_token="</s>"), "hello<|im_end|>\n")[:-1]
     assert row["labels"][row["labels"] != IGNORED].tolist() == answer
     start = int((row["labels"] != IGNORED).argmax())
@@ -295,9 +297,21 @@ def test_a_failure_leaves_no_part_of_the_tokens(make, tmp_path):
     assert list((tmp_path / "tokens").iterdir()) == []
 
 
+def test_a_disk_that_is_full_once_the_tokens_are_written_is_told_in_one_line(make, tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    tokenizer, limits = make(eos_token="</s>"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))  # room for the tokens, not for where documents begin
+    try:
+        with pytest.raises(InputError, match=r"tokens are kept in .*/tokens: a folder that can be written \(.+\)"):
+            load(tmp_path / "a.txt", 280, tokenizer=tokenizer, cache=tmp_path / "tokens")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.suffix for path in (tmp_path / "tokens").iterdir()] == [".int32"]
+
+
 def test_a_long_tokenization_says_how_far_it_is(make, tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_bytes(b"hello\n" * 100_000)
-    monkeypatch.setattr(data, "_SECONDS_BETWEEN_NOTES", 0)
+    monkeypatch.setattr(tokens, "_SECONDS_BETWEEN_NOTES", 0)
     load(tmp_path / "a.txt", 280, tokenizer=make(eos_token="</s>"), cache=tmp_path / "tokens")
     assert f"tokenizing {tmp_path / 'a.txt'}: 1 of 1 MiB" in capsys.readouterr().err
 

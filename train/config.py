@@ -6,11 +6,9 @@ Imports no JAX, so that `--help` and a wrong flag are answered at once.
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import itertools
 import json
-import tempfile
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
@@ -193,15 +191,10 @@ class Config:
             raise InputError(f"--decay-steps {self.decay_steps}: more than --warmup-steps {self.warmup_steps}")
         if self.profile_steps is not None and self.profile_steps.last > self.steps:
             raise InputError(f"--profile-steps {self.profile_steps}: within the steps of the run, --steps {self.steps}")
-        for source in self.data:
-            if not source.path.exists():
-                raise InputError(
-                    f"--data {source.path}: a file or folder that exists, or one with :WEIGHT above 0"
-                    f"{perhaps_beside(source.path)}"
-                )
-        for flag, path in (("--tokenizer", self.tokenizer), ("--eval-data", self.eval_data)):
+        paths = [("--data", source.path, ", or one with :WEIGHT above 0") for source in self.data]
+        for flag, path, more in (*paths, ("--tokenizer", self.tokenizer, ""), ("--eval-data", self.eval_data, "")):
             if path is not None and not path.exists():
-                raise InputError(f"{flag} {path}: a file or folder that exists{perhaps_beside(path)}")
+                raise InputError(f"{flag} {path}: a file or folder that exists{more}{perhaps_beside(path)}")
         if self.strategy == "hybrid" and self.mesh.num_nodes == 1:
             raise InputError(f"--strategy hybrid: a seq axis of two parts in --mesh {self.mesh}, such as seq=2x4")
         if self.strategy == "megatron" and self.mesh.tensor > 1:
@@ -252,10 +245,10 @@ class Config:
                     return kept["origin"]
             raise InputError(f"--init-from {self.init_from}: {error}") from error
 
-    @property
+    @functools.cached_property
     def llama(self) -> LlamaConfig:
         """The model with the overrides of the command line."""
-        return model_of(_to_json(self) | {"origin": self.origin})
+        return model_of(settings_of(self))
 
 
 def parse(arguments: Sequence[str]) -> Config:
@@ -264,18 +257,22 @@ def parse(arguments: Sequence[str]) -> Config:
     Raises:
       InputError: a flag or its value is not allowed.
     """
-    given = flags.given(arguments)
+    given = set(flags.given(arguments))
     words = [*_saved_arguments(arguments, given), *arguments]
     config = flags.cli(Config, words, "python -m train.llama", ModelOverrides, repeatable={"--data"})
-    heads = config.llama.num_key_value_heads
-    if heads % config.mesh.tensor != 0:
-        raise InputError(f"--mesh {config.mesh}: a tensor axis that divides the model's {heads} key/value heads")
+    check_heads(config.mesh, config.llama)
     heads, inner = config.llama.num_attention_heads // config.mesh.tensor, config.mesh.seq // config.mesh.num_nodes
     if config.strategy == "hybrid" and heads < inner:
         raise InputError(f"--strategy hybrid: at most {heads} devices, one a head, in a part of --mesh {config.mesh}")
     if config.strategy == "zigzag" and config.llama.sliding_window is not None:
         raise InputError("--strategy zigzag: not with --sliding-window, balanced takes windows")
     return config
+
+
+def check_heads(mesh: MeshShape, model: LlamaConfig) -> None:
+    """Refuses a mesh whose tensor axis does not divide the key/value heads, by an InputError."""
+    if (heads := model.num_key_value_heads) % mesh.tensor != 0:
+        raise InputError(f"--mesh {mesh}: a tensor axis that divides the model's {heads} key/value heads")
 
 
 # A flag of the command line takes the place of its alternative in a saved configuration too.
@@ -333,38 +330,11 @@ def model_of(settings: dict[str, Any]) -> LlamaConfig:
         if "rope_theta" in given and extension is None:
             given = {"max_position_embeddings": max(base.max_position_embeddings, settings["seq_len"])} | given
         model = dataclasses.replace(base, **given)
-        model = model if extension is None else model.extended(RopeExtension.parse(extension))
+        return model if extension is None else model.extended(RopeExtension.parse(extension))
     except ValueError as error:
         raise InputError(f"{source}{words}: {error}") from error
-    return model
 
 
-_MAY_CHANGE = {
-    "steps",
-    "save_every",
-    "keep",
-    "profile_steps",
-    "eval_data",
-    "eval_every",
-    "eval_batches",
-    "sample_every",
-    "sample_prompt",
-    "log",
-    "stuck_after",
-    "max_bad_steps",
-    "check_determinism",
-}
-# How a step is computed, not what: another one goes on with the same batches, and the same losses up to rounding. The
-# default run-dir tells them apart nevertheless.
-_MAY_CHANGE_ON_RESUME = _MAY_CHANGE | {
-    "mesh",
-    "remat",
-    "strategy",
-    "accumulate",
-    "platform",
-    "deterministic",
-    "max_bad_lines",
-}
 # These are not of the training; without run_dir, a run-dir can be moved.
 _NOT_SAVED = (
     *("overrides", "run_dir", "checkpoint", "accept", "config", "print_config", "dry_run", "device_memory"),
@@ -372,8 +342,8 @@ _NOT_SAVED = (
 )
 
 
-def _to_json(config: Config) -> dict[str, Any]:
-    """Every setting of training by name."""
+def settings_of(config: Config) -> dict[str, Any]:
+    """What config.json holds of a run: every setting of training by name, and the config.json of --init-from."""
     settings = dataclasses.asdict(config) | dataclasses.asdict(config.overrides)
     for name in _NOT_SAVED:
         del settings[name]
@@ -386,79 +356,5 @@ def _to_json(config: Config) -> dict[str, Any]:
         "save_every": str(config.save_every),
         "profile_steps": config.profile_steps and str(config.profile_steps),
         "rope_scaling": config.overrides.rope_scaling and str(config.overrides.rope_scaling),
+        "origin": config.origin,
     }
-
-
-def settings_of(config: Config) -> dict[str, Any]:
-    """What config.json holds of a run: every setting, and the config.json of --init-from."""
-    return _to_json(config) | {"origin": config.origin}
-
-
-def run_dir_of(config: Config) -> Path:
-    """The folder of the run, which need not exist yet."""
-    return config.run_dir or default_run_dir(config)
-
-
-def default_run_dir(config: Config) -> Path:
-    """runs/<model>-<hash>, where the hash covers all that may not change during a run."""
-    settings = {name: value for name, value in _to_json(config).items() if name not in _MAY_CHANGE}
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    return Path("runs") / f"{config.model or cast(Path, config.init_from).resolve().name}-{digest}"
-
-
-def check_run_dir(config: Config, *, is_first: bool = True) -> None:
-    """Finds out at once whether `open_run_dir` will accept the run's folder, which it makes but writes nothing into.
-
-    Args:
-      is_first: of the run's processes; the others have to find what that one wrote.
-
-    Raises:
-      InputError: the folder holds another configuration, or cannot be written.
-    """
-    run_dir, settings = run_dir_of(config), settings_of(config)
-    path = run_dir / "config.json"
-    if not is_first and not path.exists():
-        raise InputError(f"--run-dir {run_dir}: a folder that all processes share, and process 0 wrote elsewhere")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir):
-            saved = dict(json.loads(path.read_text())) if path.exists() else settings
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(
-            f"--run-dir {run_dir}: a folder that can be written, with a whole config.json ({error})"
-        ) from None
-    if saved.get("origin") != settings["origin"] and saved.get("init_from") == settings["init_from"]:
-        raise InputError(f"--init-from {config.init_from}: the config.json with which the run in {run_dir} began")
-    accepted = _MAY_CHANGE_ON_RESUME | {name.replace("-", "_") for name in config.accept} | {"origin"}
-    changed = [
-        name for name in sorted((saved.keys() | settings.keys()) - accepted) if saved.get(name) != settings.get(name)
-    ]
-    if changed:
-        words = [f"{flags.flag_name(name)} was {saved.get(name)} and is {settings.get(name)}" for name in changed]
-        names = ",".join(flags.flag_name(name)[2:] for name in changed)
-        raise InputError(
-            f"--run-dir {run_dir}: a folder of the same configuration; {', '.join(words)}; --accept {names} goes on so"
-        )
-
-
-def open_run_dir(config: Config, *, is_first: bool = True) -> Path:
-    """Gives the run's folder its config.json, or accepts the one that holds this configuration.
-
-    Args:
-      is_first: of the run's processes; the others have to find what that one wrote.
-
-    Raises:
-      InputError: as `check_run_dir`.
-    """
-    check_run_dir(config, is_first=is_first)
-    run_dir = run_dir_of(config)
-    if not is_first:
-        return run_dir
-    path = run_dir / "config.json"
-    try:
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(settings_of(config), indent=2) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        raise InputError(f"--run-dir {run_dir}: a folder that can be written ({error.strerror})") from None
-    return run_dir

@@ -1,12 +1,8 @@
 """Batches of rows of real text, {"tokens", "labels"}, in an order that a seed decides and that resumes."""
 
-import contextlib
 import dataclasses
-import hashlib
-import os
-import time
 import zlib
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,93 +15,12 @@ from train.config import Config
 from train.distributed import WHOLE, Part
 from train.flags import InputError
 from train.loss import IGNORED
-from train.report import say
-from train.sources import BadLines, Document, documents, files_of, is_token_file, map_tokens
-from train.tokenizer import ByteTokenizer, Encoded, Tokenizer, load_tokenizer
+from train.sources import is_token_file
+from train.tokenizer import Tokenizer, load_tokenizer
+from train.tokens import Tokens, load, starts_of
 
-_CHECKED_AT_ONCE = 2**24
-_SECONDS_BETWEEN_NOTES = 5
 # First batches whose numbers of rows tell one order from another.
 _COMPARED = 4
-# Counts the changes of what `load` makes of the same files and tokenizer.
-_CACHE_VERSION = 2
-_BYTES = ByteTokenizer()
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """One stream of tokens, where it comes from, and a checksum that tells it from another.
-
-    A value ~t, which is below 0, is the token t that is read but not learned. starts: where documents begin, in order;
-    None where nobody knows.
-    """
-
-    values: np.ndarray
-    source: str
-    checksum: int
-    starts: np.ndarray | None = None
-
-    @property
-    def fingerprint(self) -> str:
-        """Tells it from another stream, and a reader how."""
-        documents = "" if self.starts is None else f" in {len(self.starts):,} documents"
-        borders = 0 if self.starts is None else zlib.crc32(np.asarray(self.starts, "<i8").tobytes())
-        return f"{len(self.values):,} tokens{documents}, {self.checksum:08x}-{borders:08x}"
-
-
-def load(
-    path: Path | None,
-    vocab_size: int,
-    *,
-    tokenizer: Tokenizer = _BYTES,
-    cache: Path | None = None,
-    flag: str = "--data",
-    max_bad_lines: int = 0,
-) -> Tokens:
-    """Returns the tokens of a file or folder, or of Python's own source text where `path` is None.
-
-    Documents follow each other with the borders of the tokenizer. Token files are mapped as they are. Every
-    token is looked at once.
-
-    Args:
-      cache: folder in which the tokens of a tokenizer.json are kept, so that only the first call makes them;
-        without it, and for bytes, they are in memory.
-      flag: begins the message of an error.
-      max_bad_lines: that are no document and are skipped, which is told.
-
-    Raises:
-      InputError: unreadable, empty, malformed, or a token outside the vocabulary.
-    """
-    source = "the source files of Python's standard library" if path is None else str(path)
-    smallest = -vocab_size
-    try:
-        if path is not None and is_token_file(path):
-            values, starts, smallest = map_tokens(path), None, 0
-        else:
-            values, starts = _encode(files_of(path), source, tokenizer, cache, BadLines(max_bad_lines))
-    except InputError as error:
-        raise InputError(f"{flag} {error}") from None
-    if len(values) < 2:
-        raise InputError(f"{flag} {source}: at least 2 tokens, found {len(values)}")
-    return Tokens(values, source, _checksum(values, f"{flag} {source}", smallest, vocab_size), starts)
-
-
-def starts_of(tokens: Tokens, tokenizer: Tokenizer | None) -> np.ndarray:
-    """Where the documents of a stream begin; in a token file, at what begins a text, or behind what ends one.
-
-    Raises:
-      InputError: nobody knows.
-    """
-    if tokens.starts is not None:
-        return tokens.starts
-    if tokenizer is None:
-        raise InputError(f"--packing: --tokenizer, which tells what ends a document in {tokens.source}")
-    borders = list(tokenizer.start or tokenizer.end)
-    found = [
-        start + np.flatnonzero(np.isin(tokens.values[start : start + _CHECKED_AT_ONCE], borders))
-        for start in range(0, len(tokens.values), _CHECKED_AT_ONCE)
-    ]
-    return np.concatenate(found) + (0 if tokenizer.start else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,24 +259,23 @@ def open_data(config: Config, cache: Path) -> Data:
     tokenizer = load_tokenizer(folder)
     if folder is not None and tokenizer.vocab_size > vocab_size:
         raise InputError(f"--vocab-size {vocab_size}: at least {tokenizer.vocab_size}, for --tokenizer {folder}")
-    training, held_out, most = [], [], config.max_bad_lines
-    for source in config.data or (None,):
-        tokens = load(source and source.path, vocab_size, tokenizer=tokenizer, cache=cache, max_bad_lines=most)
+
+    def read(flag: str, path: Path | None, weight: float = 1.0) -> Share:
+        bad = config.max_bad_lines
+        tokens = load(path, vocab_size, tokenizer=tokenizer, cache=cache, flag=flag, max_bad_lines=bad)
         starts = starts_of(tokens, folder and tokenizer) if config.packing else None
-        rows, weight = Rows(tokens.values, config.seq_len, starts=starts), source.weight if source else 1.0
-        if config.eval_fraction is not None:
+        return Share(tokens, Rows(tokens.values, config.seq_len, starts=starts), weight)
+
+    training = [read("--data", source.path, source.weight) for source in config.data] or [read("--data", None)]
+    held_out = [read("--eval-data", config.eval_data)] if config.eval_data else []
+    if (fraction := config.eval_fraction) is not None:
+        for i, share in enumerate(training):
             try:
-                rows, others = rows.split(config.eval_fraction, config.seed)
+                kept, others = share.rows.split(fraction, config.seed)
             except ValueError as error:
-                raise InputError(f"--eval-fraction {config.eval_fraction:g}: {error} in {tokens.source}") from None
-            held_out.append(Share(tokens, others, weight))
-        training.append(Share(tokens, rows, weight))
-    if config.eval_data is not None:
-        tokens = load(
-            config.eval_data, vocab_size, tokenizer=tokenizer, cache=cache, flag="--eval-data", max_bad_lines=most
-        )
-        starts = starts_of(tokens, folder and tokenizer) if config.packing else None
-        held_out.append(Share(tokens, Rows(tokens.values, config.seq_len, starts=starts)))
+                raise InputError(f"--eval-fraction {fraction:g}: {error} in {share.tokens.source}") from None
+            training[i] = dataclasses.replace(share, rows=kept)
+            held_out.append(dataclasses.replace(share, rows=others))
     evaluated = [config.eval_data] if config.eval_data else [source.path for source in config.data]
     # Without --tokenizer, nobody knows what the numbers of a token file stand for.
     is_unknown = folder is None and any(map(is_token_file, evaluated))
@@ -411,103 +325,3 @@ def _mix_bits(count: int, seed: int) -> np.ndarray:
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         bits ^= bits >> np.uint64(31)
     return bits
-
-
-def _encode(
-    files: list[Path], source: str, tokenizer: Tokenizer, cache: Path | None, bad: BadLines
-) -> tuple[np.ndarray, np.ndarray]:
-    """(the tokens of all documents, one after the other; where each begins); from the cache where they are kept."""
-    if cache is None or isinstance(tokenizer, ByteTokenizer):
-        pieces = list(tokenizer.encode(_filled(files, bad), bad))
-        _tell_of_skipped(bad, source)
-        values = np.concatenate([piece.values for piece in pieces]) if pieces else np.zeros(0, np.uint16)
-        return values, _starts([(len(piece.values), piece.is_start) for piece in pieces])
-    kept = cache / f"{_fingerprint(files, f'{tokenizer.fingerprint} {bad.most}')}.int32"
-    starts = kept.with_suffix(".starts.npy")
-    if not (kept.exists() and starts.exists()):
-        total = sum(file.stat().st_size for file in files)
-        sizes: list[tuple[int, bool]] = []
-        _write(kept, _with_notes(tokenizer.encode(_filled(files, bad), bad), source, total, sizes))
-        _tell_of_skipped(bad, source)
-        partial = starts.with_suffix(f".{os.getpid()}.npy")
-        np.save(partial, _starts(sizes))
-        partial.replace(starts)
-    return np.memmap(kept, "<i4", mode="r") if kept.stat().st_size else np.zeros(0, np.int32), np.load(starts)
-
-
-def _starts(sizes: list[tuple[int, bool]]) -> np.ndarray:
-    """Where documents begin, from the number of tokens of each piece and whether it begins one."""
-    offsets = np.cumsum([0, *(size for size, _ in sizes)])[:-1]
-    return offsets[[is_start for _, is_start in sizes]].astype(np.int64)
-
-
-def _filled(files: list[Path], bad: BadLines) -> Iterator[Document]:
-    return (document for file in files for document in documents(file, bad) if document.content)
-
-
-def _tell_of_skipped(bad: BadLines, source: str) -> None:
-    if bad.skipped:
-        say(f"warning   {len(bad.skipped)} lines of {source} are skipped, of which the first: {bad.skipped[0]}")
-
-
-def _fingerprint(files: list[Path], tokenizer: str) -> str:
-    """Tells files apart without reading them whole: by name, size, time of the last change, beginning and end."""
-    digest = hashlib.sha256(f"{_CACHE_VERSION} {tokenizer}".encode())
-    for path in files:
-        try:
-            with path.open("rb") as file:
-                stat = os.fstat(file.fileno())
-                digest.update(f"\n{path.name} {stat.st_size} {stat.st_mtime_ns} ".encode("utf-8", "surrogateescape"))
-                digest.update(file.read(2**16))
-                file.seek(max(stat.st_size - 2**16, 0))
-                digest.update(file.read(2**16))
-        except OSError as error:
-            raise InputError(f"{path}: a readable file ({error.strerror})") from None
-    return digest.hexdigest()[:32]
-
-
-def _write(path: Path, pieces: Iterator[np.ndarray]) -> None:
-    """Writes int32 values under a name of this process, and renames the file once it is whole."""
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            for values in pieces:
-                file.write(values.astype("<i4", copy=False).tobytes())
-        partial.replace(path)
-    except OSError as error:
-        raise InputError(f"tokens are kept in {path.parent}: a folder that can be written ({error.strerror})") from None
-    finally:
-        # Not after the rename, only where something went wrong before it.
-        with contextlib.suppress(OSError):
-            partial.unlink()
-
-
-def _with_notes(
-    pieces: Iterator[Encoded], source: str, total: int, sizes: list[tuple[int, bool]]
-) -> Iterator[np.ndarray]:
-    """The values, with a line to the user every few seconds; adds to `sizes` what `_starts` takes."""
-    done, told = 0.0, time.monotonic()
-    for values, size, is_start in pieces:
-        sizes.append((len(values), is_start))
-        yield values
-        done += size
-        if time.monotonic() - told > _SECONDS_BETWEEN_NOTES:
-            told = time.monotonic()
-            say(f"tokenizing {source}: {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB")
-
-
-def _checksum(values: np.ndarray, source: str, smallest: int, vocab_size: int) -> int:
-    """CRC-32 of the tokens; refuses those outside the vocabulary on the way."""
-    checksum = zlib.crc32(str(values.dtype).encode())
-    for start in range(0, len(values), _CHECKED_AT_ONCE):
-        piece = np.ascontiguousarray(values[start : start + _CHECKED_AT_ONCE])
-        outside = (piece < smallest) | (piece >= vocab_size)
-        if outside.any():
-            index = int(outside.argmax())
-            raise InputError(
-                f"{source}: tokens from 0 to {vocab_size - 1} (--vocab-size {vocab_size}), "
-                f"found {piece[index]} at position {start + index}"
-            )
-        checksum = zlib.crc32(piece.view(np.uint8), checksum)
-    return checksum

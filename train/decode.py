@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32, Int32
@@ -21,10 +20,10 @@ from models import config_json, huggingface
 from models.config import LlamaConfig
 from models.llama import Cache, Llama
 from train import config
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, by_name
 from train.data import Data
 from train.export import read_settings
-from train.flags import InputError, MeshShape
+from train.flags import InputError, MeshShape, Source
 from train.mesh import make_mesh
 from train.program import make_model, model_maker
 from train.sharding import HEADS, TOKENS
@@ -58,9 +57,8 @@ class Restored:
 
     def token_losses(self, batch: dict[str, np.ndarray]) -> np.ndarray:
         """Cross entropy [B T] in nats of tokens and labels, as those of a training; the mesh divides B and T."""
-        return jax.device_get(
-            self.program.token_losses(self.params, jax.device_put(batch, self.program.batch_sharding))
-        )
+        placed = jax.device_put(batch, self.program.batch_sharding)
+        return jax.device_get(self.program.token_losses(self.params, placed))
 
 
 def restore(directory: Path, shape: MeshShape, platform: config.Platform) -> Restored:
@@ -77,9 +75,7 @@ def restore(directory: Path, shape: MeshShape, platform: config.Platform) -> Res
         llama = config.model_of(settings) if settings else config_json.from_json(config_json.read(directory))
     except ValueError as error:
         raise InputError(f"RUN_DIR {directory}: a run with a checkpoint, or a Hugging Face model; {error}") from error
-    if llama.num_key_value_heads % shape.tensor:
-        heads = llama.num_key_value_heads
-        raise InputError(f"--mesh {shape}: a tensor axis that divides the model's {heads} key/value heads")
+    config.check_heads(shape, llama)
     tokenizer = load_tokenizer(_tokenizer_of(directory, settings))
     xla_flags.apply(xla_flags.choose())
     mesh = make_mesh(shape, platform)
@@ -88,19 +84,18 @@ def restore(directory: Path, shape: MeshShape, platform: config.Platform) -> Res
     program = build(create_model, mesh=mesh, optimizer=OptimizerConfig())
     struct = program.state_struct.params
     if settings:
-        named = {f"params.{name}": leaf for name, leaf in flatten_dict(struct, sep=".").items()}
+        named = by_name({"params": struct})
         step, read = Checkpoints(directory / "checkpoints").newest(named)
-        params = unflatten_dict({name.removeprefix("params."): read(name) for name in named}, sep=".")
+        params = jax.tree.unflatten(jax.tree.structure(struct), map(read, named))
         origin = f"step {step} of {directory}"
     else:
         try:
             params, origin = huggingface.load(directory, struct), str(directory)
         except ValueError as error:
             raise InputError(f"RUN_DIR {directory}: {error}") from error
-    sources = [config.Source.parse(text).path for text in (settings or {}).get("data", [])]
-    return Restored(
-        origin, llama, tokenizer, [path for path in sources if path.exists()], mesh, create_model, program, params
-    )
+    sources = [Source.parse(text).path for text in (settings or {}).get("data", [])]
+    data = [path for path in sources if path.exists()]
+    return Restored(origin, llama, tokenizer, data, mesh, create_model, program, params)
 
 
 def _tokenizer_of(directory: Path, settings: dict | None) -> Path | None:

@@ -98,10 +98,9 @@ def _open_weights(run_dir: Path, model: LlamaConfig) -> tuple[int, dict[str, Any
     import jax.numpy as jnp
     import numpy as np
     from flax import nnx
-    from flax.traverse_util import flatten_dict
 
     from models.llama import Llama
-    from train.checkpoint import Checkpoints
+    from train.checkpoint import Checkpoints, by_name
 
     # The host has more memory than a GPU, and an array only passes through to its file.
     jax.config.update("jax_platforms", "cpu")
@@ -116,8 +115,7 @@ def _open_weights(run_dir: Path, model: LlamaConfig) -> tuple[int, dict[str, Any
         )
     )
     struct = nnx.to_pure_dict(nnx.state(made))
-    named = {f"params.{name}": leaf for name, leaf in flatten_dict(struct, sep=".").items()}
-    step, read = Checkpoints(run_dir / "checkpoints").newest(named)
+    step, read = Checkpoints(run_dir / "checkpoints").newest(by_name({"params": struct}))
     return step, struct, lambda name: np.asarray(read(f"params.{name}"))
 
 

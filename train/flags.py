@@ -136,7 +136,7 @@ def cli[Settings](
     Raises:
       InputError: a flag or its value is not allowed, or a flag is given twice that is not repeatable.
     """
-    for flag, count in collections.Counter(_flags_in(arguments)).items():
+    for flag, count in collections.Counter(given(arguments)).items():
         if count > 1 and flag not in repeatable:
             alone = f"; {', '.join(sorted(repeatable))} alone may be repeated" if repeatable else ""
             raise InputError(f"{flag}: once, found {count} times{alone}")
@@ -155,18 +155,14 @@ def cli[Settings](
     return settings
 
 
-def given(arguments: Sequence[str]) -> Set[str]:
-    """The flags of a command line."""
-    return set(_flags_in(arguments))
-
-
 def without(arguments: Sequence[str], *flags: str) -> list[str]:
     """A command line without these flags, of which each has a value."""
     pairs = zip(["", *arguments], arguments, strict=False)
     return [word for before, word in pairs if before not in flags and word.partition("=")[0] not in flags]
 
 
-def _flags_in(arguments: Sequence[str]) -> list[str]:
+def given(arguments: Sequence[str]) -> list[str]:
+    """The flags of a command line."""
     return [flag_name(word[2:].partition("=")[0]) for word in arguments if word.startswith("--")]
 
 

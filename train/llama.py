@@ -16,7 +16,7 @@ def main(arguments: Sequence[str]) -> int:
             print(json.dumps(settings_of(config), indent=2))
             return Exit.OK
         # After the parse, so that --help and a wrong flag need not wait for JAX.
-        from train.distributed import find_job, joined
+        from train.job import find_job, joined
         from train.loop import run
 
         with joined(find_job(config)):

@@ -23,18 +23,19 @@ from models import huggingface
 from train import data, distributed
 from train.checkpoint import Checkpoints, by_name, quiet
 from train.checks import BadSteps, checked
-from train.config import Config, check_run_dir, open_run_dir, run_dir_of, settings_of
+from train.config import Config, settings_of
 from train.decode import Samples
 from train.evaluation import Evaluation
 from train.exits import Stop
 from train.faults import fault
 from train.flags import InputError, without
 from train.interrupt import Interrupt
-from train.lock import locked
+from train.job import leave
 from train.mesh import describe, keep_compiled, make_mesh, peak_memory
-from train.plan import dry_run, explain_exhaustion, ideal_seconds
+from train.plan import dry_run, explain_exhaustion, ideal_seconds, lower_step
 from train.program import build_program
 from train.report import Clock, Pace, Profile, Report, say
+from train.run_dir import check_run_dir, locked, open_run_dir, run_dir_of
 from train.saving import Saver
 from train.sharding import HEADS, bytes_per_device
 from train.sinks import Sink, TensorBoard, Tracker
@@ -74,7 +75,7 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
         opened = distributed.first_alone("data", lambda: data.open_data(config, cache=run_dir_of(config) / "tokens"))
         evaluation = _make_evaluation(config, opened)
     program = build_program(config, mesh)
-    shape = (config.batch_size, config.seq_len)
+    shape, table = (config.batch_size, config.seq_len), _table(config)
     part = distributed.part_of(program.batch_sharding, shape)
     batches = data.Batches(
         opened.training,
@@ -82,14 +83,11 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
         seed=config.seed,
         part=part,
         tokenizer=opened.tokenizer and opened.tokenizer.fingerprint,
-        spread=_spread(config),
+        spread=_spread(config, table),
     )
     samples = Samples(config, mesh, opened) if config.sample_every else None
     run_dir = distributed.first_alone("run-dir", lambda: open_run_dir(config, is_first=distributed.is_first()))
-    _introduce(config, mesh, opened, evaluation, run_dir)
-    size = bytes_per_device(program.state_struct)
-    parts = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state_struct)) / size
-    say(f"state     {size / 2**20:,.1f} MiB of parameters and optimizer on a device, one part of {parts:.2f}")
+    _introduce(config, mesh, opened, evaluation, run_dir, program.state_struct)
     with (
         Interrupt(
             lambda: say("stopping after this step; a second signal leaves at once"),
@@ -135,7 +133,7 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
                 bad_steps.check(done, metrics, batches.last)
                 if done == 1 and config.init_from is not None:
                     _tell_of_guessing(metrics["loss"], config.llama.vocab_size)
-                report.step(done, metrics | pace.metrics | _memory(mesh) | _idle(config, rows))
+                report.step(done, metrics | pace.metrics | _memory(mesh) | _idle(config, table, rows))
                 stop = saver.after_step(done, state, batches.position)
                 is_last = done == config.steps
                 if evaluate is not None and (is_last or done % (config.eval_every or config.steps) == 0):
@@ -163,7 +161,7 @@ def _open_checkpoints(folder: Path, keep: int, clock: Clock) -> Iterator[Checkpo
     except Exception as error:
         # That save needs all processes, of which this one is to tell the others first.
         if distributed.num_processes() > 1 and not isinstance(error, Stop):
-            distributed.leave(error)
+            leave(error)
         raise
     finally:
         with clock.phase("save"):
@@ -198,8 +196,7 @@ def _compile(
     """(number, state, batch) -> the step, compiled ahead; and the evaluation of a state if there is one, which compiles
     as it meets a shape.
     """
-    batch = program.batch_struct(config.batch_size, config.seq_len)
-    compiled_step = program.step.lower(program.state_struct, batch).compile()
+    compiled_step = lower_step(program, batch_size=config.batch_size, seq_len=config.seq_len).compile()
     step = checked(compiled_step, config.check_determinism, by_name)
     if config.platform == "cuda" and config.mesh.seq > 1:
         _tell_of_exposed(compiled_step.as_text())
@@ -242,27 +239,27 @@ def _timeline(config: Config) -> Timeline | None:
     return simulate(table, shape, machine, ("forward", "backward"))
 
 
-def _idle(config: Config, batch: dict[str, np.ndarray]) -> dict[str, float]:
-    """How unevenly packed documents spread attention over the workers of a table, where this process has all rows."""
-    ids, table = batch.get("segment_ids"), _table(config)
-    if table is None or ids is None or ids.shape != (config.batch_size, config.seq_len):
-        return {}
-    return {"attention_idle_share": idle_share(ids, table, groups=config.mesh.data, accumulate=config.accumulate)}
-
-
-def _spread(config: Config) -> data.Spread | None:
-    """How packed documents are ordered in their rows; None where that makes no difference."""
-    table = _table(config) if config.packing and config.mesh.seq > 1 else None
-    return table and data.Spread(table, config.batch_size // config.mesh.data, config.accumulate)
-
-
 def _table(config: Config) -> Schedule | None:
-    """That of attention, if there is one and documents alone say what is visible."""
+    """That of attention, if there is one and packed documents alone say what is visible."""
     is_double = config.strategy == "burst" and config.mesh.num_nodes > 1
-    if config.strategy not in schedule.TABLES or is_double or config.llama.sliding_window is not None:
+    is_alone = config.packing and config.llama.sliding_window is None
+    if config.strategy not in schedule.TABLES or is_double or not is_alone:
         return None
     kv_heads = config.llama.num_key_value_heads // config.mesh.tensor
     return schedule.choose(config.strategy, config.mesh.seq, kv_heads=kv_heads)
+
+
+def _spread(config: Config, table: Schedule | None) -> data.Spread | None:
+    """How packed documents are ordered in their rows; None where that makes no difference."""
+    num_rows = config.batch_size // config.mesh.data
+    return data.Spread(table, num_rows, config.accumulate) if table and config.mesh.seq > 1 else None
+
+
+def _idle(config: Config, table: Schedule | None, batch: dict[str, np.ndarray]) -> dict[str, float]:
+    """How unevenly packed documents spread attention over the workers of a table, where this process has all rows."""
+    if table is None or (ids := batch["segment_ids"]).shape != (config.batch_size, config.seq_len):
+        return {}
+    return {"attention_idle_share": idle_share(ids, table, groups=config.mesh.data, accumulate=config.accumulate)}
 
 
 def _memory(mesh: Mesh) -> dict[str, float]:
@@ -271,7 +268,9 @@ def _memory(mesh: Mesh) -> dict[str, float]:
     return {} if peak is None else {"peak_memory_gib": peak / 2**30}
 
 
-def _introduce(config: Config, mesh: Mesh, opened: data.Data, evaluation: Evaluation | None, run_dir: Path) -> None:
+def _introduce(
+    config: Config, mesh: Mesh, opened: data.Data, evaluation: Evaluation | None, run_dir: Path, struct: TrainState
+) -> None:
     say(f"devices   {describe(mesh)}, mesh {config.mesh}")
     model, name = config.llama, config.model or config.init_from
     say(f"model     {name}, {model.num_parameters:,} parameters, {config.dtype} activations")
@@ -290,6 +289,9 @@ def _introduce(config: Config, mesh: Mesh, opened: data.Data, evaluation: Evalua
         sources = ", ".join(share.tokens.source for share in opened.held_out)
         say(f"evaluates {evaluation.num_rows:,} rows of {sources}")
     say(f"run-dir   {run_dir}")
+    size = bytes_per_device(struct)
+    parts = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(struct)) / size
+    say(f"state     {size / 2**20:,.1f} MiB of parameters and optimizer on a device, one part of {parts:.2f}")
 
 
 def _strategy(config: Config, mesh: Mesh) -> str:

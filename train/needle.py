@@ -117,14 +117,14 @@ def measure(settings: Settings) -> dict[tuple[float | None, int], Found]:
       InputError: RUN_DIR holds no model, or the mesh does not fit it.
     """
     # Not above, so that a wrong argument need not wait for JAX.
-    from train import data
     from train.decode import Choice, Decoder, restore
     from train.report import say
+    from train.tokens import load
 
     model = restore(settings.run_dir, settings.mesh, settings.platform)
     say(f"model     {model.origin}, {model.llama.num_parameters:,} parameters")
     tokenizer, source = model.tokenizer, next(iter(model.data), None)
-    haystack = data.load(source, model.llama.vocab_size, tokenizer=tokenizer)
+    haystack = load(source, model.llama.vocab_size, tokenizer=tokenizer)
     say(f"texts     {haystack.source}")
     values = np.where(haystack.values < 0, ~haystack.values, haystack.values)
     encode = lambda text: tokenizer.prompt(text)[len(tokenizer.prompt("")) :]

@@ -43,16 +43,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.parameters + self.optimizer + self.saved + self.temporaries
+        return sum(self.classes.values())
 
     @property
     def classes(self) -> dict[str, int]:
-        return {
-            "parameters": self.parameters,
-            "optimizer": self.optimizer,
-            "saved activations": self.saved,
-            "temporaries": self.temporaries,
-        }
+        on_device = {"parameters": self.parameters, "optimizer": self.optimizer}
+        return on_device | {"saved activations": self.saved, "temporaries": self.temporaries}
 
 
 def measure(config: Config, program: Program, mesh: Mesh) -> Memory:
@@ -140,10 +136,8 @@ def dry_run(config: Config, mesh: Mesh) -> str:
             return allocated(build_program(longer, mesh), batch_size=config.batch_size, seq_len=seq_len)
 
         first = config.seq_len, memory.total
-        found = longest(total, first, limit=limit, unit=128 * config.mesh.seq, seconds=_SEARCH_SECONDS - seconds)
-        rows.append(
-            ("longest sequence", f"{found[0]:,} tokens compiled to fit {_gib(limit)}, about {found[1]:,} would")
-        )
+        fits, would = longest(total, first, limit=limit, unit=128 * config.mesh.seq, seconds=_SEARCH_SECONDS - seconds)
+        rows.append(("longest sequence", f"{fits:,} tokens compiled to fit {_gib(limit)}, about {would:,} would"))
     return "\n".join(f"{name:<18} {value}" for name, value in rows)
 
 
@@ -221,9 +215,8 @@ def _speed(config: Config, mesh: Mesh) -> list[tuple[str, str]]:
     kind = mesh.devices.flat[0].device_kind
     dense, attention = step_flops(config.llama, batch_size=config.batch_size, seq_len=config.seq_len)
     seconds = step_seconds(dense, attention, remat=config.remat, num_devices=mesh.size, device_kind=kind)
-    rows = [
-        ("FLOPs a step", f"{(dense + attention) / mesh.size:.3e} ({attention / (dense + attention):.0%} attention)")
-    ]
+    flops = dense + attention
+    rows = [("FLOPs a step", f"{flops / mesh.size:.3e} ({attention / flops:.0%} attention)")]
     ideal = ideal_seconds(config, mesh)
     if ideal is None:
         return [*rows, ("seconds a step", f"unknown: no peak FLOP/s known of {kind} in {config.dtype}")]

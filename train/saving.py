@@ -43,11 +43,14 @@ class Saver:
           Stop: three saves in a row have failed.
         """
         pending = self._checkpoints.pending
+        is_going_on = pending is not None and not pending.done()
         has_failed = pending is not None and pending.done() and pending.exception() is not None
-        stop, due, failed = self._pace.any_of(self._interrupt.requested, self._is_due(step), has_failed)
+        asked = (self._interrupt.requested, self._is_due(step), has_failed, is_going_on)
+        stop, due, failed, going_on = self._pace.any_of(*asked)
         if failed:
             self._tell_of_failure()
-        elif pending is not None and pending.done():
+        # Not before it is whole for all, who else would not wait together for its end.
+        elif pending is not None and not going_on:
             self._tell_of_success()
         if due:
             with self._pace.clock.phase("save"):

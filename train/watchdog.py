@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-from train.distributed import leave
 from train.exits import Exit, Stop
+from train.job import leave
 from train.report import Clock, Phase
 
 # How much longer than a step may other phases take; the first step also starts the links between the devices.

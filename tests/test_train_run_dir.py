@@ -1,4 +1,4 @@
-"""train.lock: one run in a run-dir."""
+"""train.run_dir: one run in a run-dir."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from train.flags import InputError
-from train.lock import locked
+from train.run_dir import locked
 
 
 def test_a_second_run_is_told_who_has_the_run_dir_and_may_have_it_afterwards(tmp_path):
@@ -20,7 +20,7 @@ def test_a_second_run_is_told_who_has_the_run_dir_and_may_have_it_afterwards(tmp
 
 def test_the_lock_of_a_process_that_was_killed_is_nobodys(tmp_path):
     script = (
-        "import pathlib, sys\nfrom train.lock import locked\nwith locked(pathlib.Path(sys.argv[1]), print): input()"
+        "import pathlib, sys\nfrom train.run_dir import locked\nwith locked(pathlib.Path(sys.argv[1]), print): input()"
     )
     child = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE)
     while not (tmp_path / "lock").exists() or not (tmp_path / "lock").read_text():
@@ -31,6 +31,13 @@ def test_the_lock_of_a_process_that_was_killed_is_nobodys(tmp_path):
     child.wait()
     child.stdin.close()
     with locked(tmp_path, print):
+        pass
+
+
+def test_a_lock_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "lock").mkdir()
+    message = r"--run-dir .*: a folder whose file lock can be written \(Is a directory\)"
+    with pytest.raises(InputError, match=message), locked(tmp_path, print):
         pass
 
 
