@@ -70,7 +70,7 @@ class BackwardBlocks:
     staging: int = 64
     splits_keys: bool = True
     cluster: int = 1
-    ctas: int = 264
+    ctas: int = 128
     has_prefetch: bool = False
     is_frugal: bool = False
     compute_registers: int = 240
