@@ -1,7 +1,8 @@
 """Compile distflash_attention for H200s that need not be there, and say what hides its messages: `make compile`.
 
 Prints, in the order in which a GPU runs them, kernels, messages and all else that touches as many bytes as the smallest
-operand, and the memory of a GPU. The exit code is 1 if a message travels behind no kernel, as all of `ulysses` do.
+operand, and the memory of a GPU beside its prediction. The exit code is 1 if a message travels behind no kernel, as all
+of `ulysses` do.
 """
 
 import argparse
@@ -23,7 +24,11 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import plugin
 from benchmarks.attention import MODES, STRATEGIES
 from distflash_jax import distflash_attention, overlap, xla_flags
+from distflash_jax.cost import Shape
+from distflash_jax.held import held
 from distflash_jax.schedule import Strategy
+from distflash_jax.spread import Spread
+from distflash_jax.table import BOTH
 
 WIDTHS = {"pred": 1, "s32": 4, "u32": 4, "f32": 4, "bf16": 2, "f16": 2}
 
@@ -32,16 +37,24 @@ def compile_attention(
     mesh: Mesh, *, tokens: int, heads: tuple[int, int] = (32, 8), head_dim: int = 128, strategy: Strategy = "balanced",
     mode: str = "forward_backward",
 ) -> jax.stages.Compiled:  # fmt: skip
-    """Causal bfloat16 attention of so many tokens in total, for all GPUs of a mesh with the axis seq."""
-    place = lambda num_heads: jax.ShapeDtypeStruct(
-        (1, tokens, num_heads, head_dim), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "seq"))
-    )
-    q, k = map(place, heads)
+    """Causal bfloat16 attention of so many tokens in total, for all GPUs of a mesh, sharded along all of its axes.
+
+    mode: forward, backward (of the residuals and dout) or forward_backward.
+    """
+    sharding = NamedSharding(mesh, P(None, mesh.axis_names))
+    place = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    q, k = (place((1, tokens, num_heads, head_dim), jnp.bfloat16) for num_heads in heads)
+    axis = mesh.axis_names if len(mesh.shape) > 1 else str(mesh.axis_names[0])
     attention: Callable[..., Any] = functools.partial(
-        distflash_attention, mesh=mesh, strategy=strategy, implementation="hopper"
+        distflash_attention, mesh=mesh, axis=axis, strategy=strategy, implementation="hopper"
     )
-    both = lambda q, k, v, dout: jax.vjp(attention, q, k, v)[1](dout)
-    program, inputs = (attention, (q, k, k)) if mode == "forward" else (both, (q, k, k, q))
+    vjp = lambda q, k, v: jax.vjp(attention, q, k, v)[1]
+    program, inputs = attention, (q, k, k)
+    if mode == "forward_backward":
+        program, inputs = lambda q, k, v, dout: vjp(q, k, v)(dout), (q, k, k, q)
+    elif mode == "backward":
+        residuals = jax.tree.map(lambda x: place(x.shape, x.dtype), jax.eval_shape(vjp, q, k, k))
+        program, inputs = lambda residuals, dout: residuals(dout), (residuals, q)
     return jax.jit(program).trace(*inputs).lower().compile()
 
 
@@ -94,7 +107,10 @@ def main() -> int:
     print("\noutside of kernels and messages:")
     for operation, scope, size in copies(text, smallest):
         print(f"{size / 2**20:9.0f} MiB  {operation:10} {scope[-70:]}")
-    print(f"\n{compiled.memory_analysis()}")
+    shape = Shape(arguments.workers * arguments.tokens, *arguments.heads, H=arguments.head_dim)
+    spread = Spread(arguments.strategy, shape, (arguments.workers,))
+    directions = BOTH if arguments.mode == "forward_backward" else BOTH[:1]
+    print(f"\n{compiled.memory_analysis()}\npredicted temp_size_in_bytes={max(held(spread, x) for x in directions)}")
     exposed = [message for message in overlap.messages(operations) if not message.is_hidden]
     print(f"{len(exposed)} messages travel behind no kernel", *(message.scope for message in exposed))
     return int(bool(exposed))

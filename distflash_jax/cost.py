@@ -136,29 +136,6 @@ class Cost:
         """Bytes of an element of an array."""
         return 4 if name in FLOAT32 else self.shape.itemsize
 
-    def held(self, direction: Direction) -> int:
-        """Most bytes that a worker holds at a time beside its own operands and results.
-
-        Those are the operands of a step and of the next, the results of a step and of the one before on their way, and
-        the sums of its own.
-        """
-        steps, sides = self.steps(direction), ("q", "kv")
-        size = lambda names, part: self._size(names, part)
-        fetched = [
-            sum(size(FETCHED[direction][key], getattr(step, key).peer) for key in sides if getattr(step, key).fetch)
-            for step in steps
-        ]
-        if len(fetched) == 1:
-            return 0
-        results = RETURNED[direction]
-        returned = [
-            sum(size(names, getattr(step, key).peer) for key, names in results.items() if getattr(step, key).fetch)
-            for step in steps
-        ]
-        totals = sum(size(names, WHOLE) for names in results.values())
-        pairs = zip(fetched, [*fetched[1:], 0], returned, [0, *returned[:-1]], strict=True)
-        return totals + max(map(sum, pairs)) + totals  # and what the kernel makes in this step
-
     def memory(self, direction: Direction) -> tuple[int, ...]:
         """Bytes that each worker reads and writes outside of kernels: before each step, and after the last.
 

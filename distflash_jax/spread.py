@@ -1,4 +1,4 @@
-"""What a strategy costs each of its workers: bytes that travel, and memory. Pure Python.
+"""What a strategy sends: bytes that travel to each of its workers. Pure Python.
 
 As closed forms where the strategy is no table. With rows t of a worker, K and N its heads, before they are dealt:
 
@@ -136,36 +136,3 @@ class Spread:
             for arrays in (fetched, returned)
         )
         return before, after
-
-    def held(self, direction: Direction) -> int:
-        """Most bytes that a worker holds at a time beside its own operands and results, by what it has to keep.
-
-        Of both passes in one program, on 8 H200s with 8192 tokens each, XLA allocates 0.83 to 1.2 times as much.
-        """
-        shape, t, T = self.shape, self.rows, self.rows * self.num_workers
-        bytes_of = lambda name, width: 4 if name in ONE_PER_ROW else shape.H * width
-        size = lambda names, rows, heads, width: shape.B * rows * heads * sum(bytes_of(name, width) for name in names)
-        if self.is_double:
-            # A piece that was sent, or an own one, is read by all steps within the node.
-            chosen = sum(size(names, t, shape.N if side == "q" else shape.K, shape.itemsize)
-                         for side, names in FETCHED[direction].items())  # fmt: skip
-            within = max(self.within(step).held(direction) for step in self.table.steps(direction))
-            return self.table.held(direction) + chosen + within
-        if self.strategy in TABLES:
-            return self.table.held(direction)
-        q_names = FETCHED[direction]["q"] + RETURNED[direction]["q"]
-        results = RETURNED[direction].get("kv", ())
-        if self.strategy in ("ulysses", "hybrid"):
-            rows = t * self.workers[-1]
-            dealt = size(q_names, rows, self.split.q_heads, shape.itemsize)
-            dealt += size(("k", "v", *results), rows, self.split.kv_heads, shape.itemsize)
-            return dealt + (self.table.held(direction) if self.strategy == "hybrid" else 0)
-        if self.strategy == "all_gather":
-            dealt = size(q_names, t, shape.N, 4) if self.is_causal else 0
-            return dealt + size(("k", "v"), T, shape.K, shape.itemsize) + 2 * size(results, T, shape.K, 4)
-        if self.strategy == "rsa":
-            scores = shape.B * t * T * shape.N
-            return scores * (8 + 2 * shape.itemsize) + 2 * size(("k", *results), t, shape.K, 4)
-        halves = size(FETCHED[direction]["q"], t, shape.N, shape.itemsize)
-        halves += 2 * size(("k", "v"), t, shape.K, shape.itemsize)
-        return halves + 2 * size(RETURNED[direction]["q"], t, shape.N, 4) + 5 * size(results, t, shape.K, 4)

@@ -18,6 +18,7 @@ from distflash_jax.checks import check_arrays
 from distflash_jax.collectives import AllGather, Ulysses
 from distflash_jax.cost import MACHINES, Machine, Shape
 from distflash_jax.double_ring import WithinNode
+from distflash_jax.held import held
 from distflash_jax.masks import AttentionMask, Band, Pass, Segments
 from distflash_jax.placement import AnyMesh, Axis, names
 from distflash_jax.rsa import RingSelfAttention
@@ -250,7 +251,7 @@ def _explain(shape: Shape, sizes: Sequence[int], machine: Machine, *, is_causal:
         spread = Spread(strategy, shape, tuple(sizes) if has_two else (math.prod(sizes),), is_causal)
         forward, seconds = (predict(spread, machine, x) for x in (BOTH[:1], BOTH))
         received = sum(float(spread.traffic(direction).size) for direction in BOTH)
-        return Estimate(strategy, forward, seconds, received, max(map(spread.held, BOTH)))
+        return Estimate(strategy, forward, seconds, received, max(held(spread, direction) for direction in BOTH))
 
     can = {"auto": False, "hybrid": len(sizes) == 2 and sizes[-1] <= shape.N, "zigzag": is_causal}
     estimates = {strategy: estimate(strategy) for strategy in STRATEGIES if can.get(strategy, True)}

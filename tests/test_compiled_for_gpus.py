@@ -3,6 +3,8 @@
 Skipped where the plugin is not: `make build/cuda/.ready` unpacks it.
 """
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +13,30 @@ import pytest
 
 from benchmarks import plugin
 
+ROOT = Path(__file__).parent.parent
 
-def test_on_four_gpus_messages_travel_behind_kernels_and_no_whole_operand_is_copied():
+
+def run(*command: str) -> str:
+    """What Python prints, with XLA's optimizations, which conftest.py switches off."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    child = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    return child.stdout
+
+
+@pytest.fixture(autouse=True)
+def _needs_the_plugin():
     try:
         plugin.find()
     except ValueError as error:
         pytest.skip(str(error))
-    command = [sys.executable, "-m", "benchmarks.compile", "--workers", "4", "--tokens", "4096"]
-    child = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
-    assert child.returncode == 0, child.stderr[-2000:]
-    order, _, rest = child.stdout.partition("\noutside of kernels and messages:\n")
+
+
+def test_on_four_gpus_messages_travel_behind_kernels_and_no_whole_operand_is_copied():
+    output = run("-m", "benchmarks.compile", "--workers", "4", "--tokens", "4096")
+    order, _, rest = output.partition("\noutside of kernels and messages:\n")
     kinds = [line.split()[:2] for line in order.splitlines()]
     assert sum(kind == "kernel" for kind, _ in kinds) == 8
     # 4 fetched and 3 returned arrays or pairs of arrays in the largest step.
@@ -30,3 +46,17 @@ def test_on_four_gpus_messages_travel_behind_kernels_and_no_whole_operand_is_cop
     scopes = [line.split()[-1] for line in rest.partition("\n\n")[0].splitlines()]
     others = [x for x in scopes if not x.endswith(("fetch/slice", "broadcast_in_dim")) and "/merge" not in x]
     assert scopes and others == [scope for scope in others if scope.endswith("reduce_sum")], others
+    allocated, predicted = map(int, re.findall(r"\btemp_size_in_bytes=(\d+)", output))
+    assert predicted == pytest.approx(allocated, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "kv_heads", "strategies"),
+    [(4, 8, ("ulysses", "all_gather", "hybrid")), (3, 32, ("ring", "zigzag"))],
+)
+def test_memory_that_is_held_is_within_ten_percent_of_what_is_allocated(num_workers, kv_heads, strategies):
+    command = ("tests/held_on_gpus.py", str(num_workers), "--heads", "32", str(kv_heads), "--strategies", *strategies)
+    rows = [line.split() for line in run(*command).splitlines()]
+    assert len(rows) == 2 * len(strategies)
+    for *case, predicted, allocated in rows:
+        assert int(predicted) == pytest.approx(int(allocated), rel=0.1), case
