@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -132,6 +133,39 @@ def test_the_trainers_losses_are_the_cpus(num_workers, tmp_path):
     on_cpu = losses(tmp_path / "cpu", *mesh, "--platform", "cpu")
     assert on_gpu == pytest.approx(on_cpu, rel=2e-3)
     assert on_gpu[-1] < on_gpu[0] - 1
+
+
+LARGE = ["--platform", "cuda", "--mesh", "seq=1", "--model", "llama-100m", "--seq-len", "32768", "--batch-size", "1"]
+
+
+def train(*flags: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "train.llama", *LARGE, *flags]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("remat", ["attention", "layer", "offload"])
+def test_a_dry_run_says_within_ten_percent_what_memory_a_run_takes(remat, tmp_path):
+    said, ran = (
+        train("--remat", remat, "--dry-run"),
+        train("--remat", remat, "--steps", "2", "--run-dir", str(tmp_path)),
+    )
+    assert (said.returncode, ran.returncode) == (0, 0), said.stderr + ran.stderr
+    predicted = re.search(r"^total +([\d.,]+) GiB$", said.stdout, re.MULTILINE)
+    measured = re.search(r"^memory +([\d.]+) GiB at most", ran.stderr, re.MULTILINE)
+    assert predicted and measured, said.stdout + ran.stderr
+    assert float(predicted[1]) == pytest.approx(float(measured[1]), rel=0.1)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.timeout(900)
+def test_a_run_without_enough_memory_says_what_takes_it_and_what_to_try(tmp_path):
+    ran = train("--steps", "2", "--run-dir", str(tmp_path), XLA_PYTHON_CLIENT_MEM_FRACTION="0.03")
+    assert ran.returncode == 2
+    assert re.search(r"error: .* GiB, most of it .*; try --", ran.stderr.splitlines()[-1]), ran.stderr
 
 
 def job(run_dir: Path, num_processes: int, fault: str = "", platform: str = "cuda") -> list[tuple[int, str, str]]:
