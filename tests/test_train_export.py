@@ -12,7 +12,7 @@ from test_models_huggingface import read_independently
 from models import config_json
 from train import data, export
 from train.checkpoint import Checkpoints
-from train.config import model_of, parse
+from train.config import model_of, parse, settings_of
 from train.flags import InputError
 from train.loop import _imported, _resolve, _tell_of_guessing, build_program
 from train.mesh import make_mesh
@@ -181,6 +181,14 @@ def test_the_model_of_saved_settings_is_that_of_the_flags(tmp_path):
     config = parse(["--rope-scaling", "yarn:8", "--qkv-bias", "true", "--run-dir", str(tmp_path)])
     open_run_dir(config)
     assert model_of(json.loads((tmp_path / "config.json").read_text())) == config.llama
+
+
+def test_a_run_may_be_older_than_a_setting_but_not_have_a_model_that_is_no_more():
+    settings = settings_of(parse([]))
+    newest = {name: value for name, value in settings.items() if name != "rope_scaling"}
+    assert model_of(newest) == model_of(settings)
+    with pytest.raises(InputError, match=r"^--model llama-0: one of tiny, llama-7b, "):
+        model_of(settings | {"model": "llama-0"})
 
 
 def test_text_is_read_with_the_tokenizer_of_the_model_that_a_run_begins_with(copies, tmp_path):

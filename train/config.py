@@ -319,11 +319,13 @@ def model_of(settings: dict[str, Any]) -> LlamaConfig:
       InputError: there is no such model, or it cannot read rows of this length.
     """
     names = [field.name for field in dataclasses.fields(ModelOverrides)]
-    given = {name: settings[name] for name in names if settings[name] is not None}
+    given = {name: settings[name] for name in names if settings.get(name) is not None}  # a run may be older than a name
     source = f"--model {settings['model']}" if settings["origin"] is None else f"--init-from {settings['init_from']}"
     words = "".join(f" {flags.flag_name(name)} {value}" for name, value in given.items())
     if settings["origin"] is not None and (fixed := given.keys() - {"rope_theta", "rope_scaling"}):
         raise InputError(f"{source}{words}: no {flags.flag_name(min(fixed))}, which config.json decides")
+    if settings["origin"] is None and settings["model"] not in PRESETS:  # as it may be in an older run
+        raise InputError(f"{source}: one of {', '.join(PRESETS)}")
     extension = given.pop("rope_scaling", None)
     try:
         base = PRESETS[settings["model"]] if settings["origin"] is None else config_json.from_json(settings["origin"])
