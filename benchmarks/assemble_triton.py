@@ -2,7 +2,7 @@
 
 For each entry of the table of tile sizes and each kind of mask a line: registers of a thread, bytes of them that are
 spilled to memory, KiB of shared memory. The exit code is 1 where an entry does not fit in shared memory, or spills more
-than two registers (one entry spills two: forward, head dim 64, sm90, documents).
+than two registers, as the forward does in two entries for documents on sm90 (head dim 64, and 128 in float32).
 
 Needs Triton, which brings the assembler: pip install 'distflash_jax[triton]'.
 """

@@ -61,6 +61,10 @@ TABLE: Mapping[Key, Blocks] = {
         ("rows_backward", 256, 16, (80, 90), Blocks(64, 64, 8, 2)),
         ("rows_backward", 256, 16, (86,), Blocks(64, 16, 8, 2)),
         *((direction, H, 32, (80, 86, 90), blocks) for direction in DIRECTIONS for H, blocks in _FLOAT32.items()),
+        # In their place, where registers would be spilled.
+        ("forward", 128, 32, (90,), Blocks(16, 32, 8, 2)),
+        ("keys_backward", 256, 32, (80,), Blocks(16, 16, 8, 2)),
+        ("rows_backward", 128, 32, (90,), Blocks(16, 32, 8, 2)),
     )
     for kind in kinds
 }
