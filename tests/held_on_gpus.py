@@ -50,15 +50,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of each GPU")
     parser.add_argument("--kernels", action="store_true", help="no stand-ins")
     arguments = parser.parse_args()
-    P = arguments.workers
+    P, halved = arguments.workers, {"hybrid", "burst-nodes"} & {*arguments.strategies}
+    if P < 2 or (halved and (P % 2 or P < 4)):
+        parser.error(f"workers {P}: at least 2; even and at least 4 for hybrid and burst-nodes, which have two nodes")
+    try:
+        library = plugin.find()
+    except ValueError as error:
+        parser.error(str(error))
     xla_flags.apply(xla_flags.choose() | ({} if arguments.kernels else {"xla_gpu_mock_custom_calls": "true"}))
     if not arguments.kernels:
         plgpu.kernel = stand_in
     with tempfile.TemporaryDirectory() as folder:
-        gpus = np.array(plugin.devices(P, plugin.find(), plugin.make_driver(Path(folder))))
+        gpus = np.array(plugin.devices(P, library, plugin.make_driver(Path(folder))))
     for name in arguments.strategies:
         strategy = name.removesuffix("-nodes")
-        workers = (2, P // 2) if name in ("hybrid", "burst-nodes") else (P,)
+        workers = (2, P // 2) if name in halved else (P,)
         mesh = Mesh(gpus.reshape(workers), ("node", "seq")[-len(workers) :])
         spread = Spread(strategy, Shape(P * arguments.tokens, *arguments.heads), workers)
         for mode in arguments.modes:
