@@ -171,9 +171,10 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
         if plan.has_segments:
             plgpu.copy_gmem_to_smem(k_ids_ref.at[batch, key_tile], scratch.k_ids, scratch.keys_full)
 
-        def refill(number, i, tiles, full, empty, free):
-            """Tile `number` of array i of the queries: 0 is q, with which its stats come, 1 is dout."""
-            stages = tiles.shape[0]
+        def refill(number, arrays, full, empty, free):
+            """Tile `number` of these arrays of the queries: 0 is q, with which its stats come, 1 is dout."""
+            tiles = scratch.q, scratch.dout
+            stages = tiles[arrays[0]].shape[0]
             slot = lax.rem(number, stages)
 
             # Also after the last copy, so that every arrival on a barrier has been seen when it goes away.
@@ -190,18 +191,20 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
                 q_head = owner * group + lax.div(number, tiles_per_head)
 
                 def copy_rows(refs, row, head):
-                    source = refs[i].at[batch, pl.ds(row + tile * ROWS, ROWS), head + q_head]
-                    plgpu.copy_gmem_to_smem(source, tiles.at[slot], full.at[slot], collective_axes=MEMBER)
+                    for i in arrays:
+                        source = refs[i].at[batch, pl.ds(row + tile * ROWS, ROWS), head + q_head]
+                        plgpu.copy_gmem_to_smem(source, tiles[i].at[slot], full.at[slot], collective_axes=MEMBER)
 
                 _choose(scalars_ref[3], own_queries, peer_queries, plan.q_box, copy_rows)
-                if i == 0:
+                if 0 in arrays:
                     stats = stats_ref.at[batch, q_head, tile]
                     plgpu.copy_gmem_to_smem(stats, scratch.stats.at[slot], full.at[slot])
 
         @pl.loop(0, num_tiles + max(plan.blocks.stages, plan.blocks.dout_stages))
         def copy_tile(number):
-            refill(number, 0, scratch.q, scratch.q_full, scratch.q_empty, scratch.q_free)
-            refill(number, 1, scratch.dout, scratch.dout_full, scratch.dout_empty, scratch.dout_free)
+            refill(number, (0, 1) if plan.is_paired else (0,), scratch.q_full, scratch.q_empty, scratch.q_free)
+            if not plan.is_paired:
+                refill(number, (1,), scratch.dout_full, scratch.dout_empty, scratch.dout_free)
 
     @pl.when(warpgroup < COMPUTE_WARPGROUPS)
     def compute():

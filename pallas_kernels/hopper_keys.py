@@ -37,6 +37,7 @@ class Scratch(NamedTuple):
     """Shared memory and barriers of a CTA; a leading axis counts stages, buffers or warpgroups.
 
     left: where the interpreter, which has no matmul with its left side in registers, puts that side; None on a GPU.
+    Barriers of dout are None where those of q are for both.
     """
 
     k: jax.Ref
@@ -53,9 +54,9 @@ class Scratch(NamedTuple):
     q_full: jax.Ref
     q_empty: jax.Ref
     q_free: jax.Ref
-    dout_full: jax.Ref
-    dout_empty: jax.Ref
-    dout_free: jax.Ref
+    dout_full: jax.Ref | None
+    dout_empty: jax.Ref | None
+    dout_free: jax.Ref | None
 
 
 def divide_group(heads: int, num_ctas: int, enough: int) -> int:
@@ -101,6 +102,11 @@ class Plan:
     def num_owners(self) -> int:
         """Parts of groups, each of which makes a dk and a dv; key/value heads where all groups are whole."""
         return self.K * self.parts
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether a tile of q and its tile of dout come and go together: a barrier each costs 2 to 4 % at head dim 128."""
+        return self.blocks.stages == self.blocks.dout_stages
 
     @property
     def num_query_tiles(self) -> int:
@@ -154,12 +160,12 @@ class Plan:
             k_ids=plgpu.SMEM((self.keys_per_tile,), jnp.float32) if self.has_segments else None,
             keys_full=plgpu.Barrier(num_arrivals=2 + self.has_segments),
             dscores_full=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
-            q_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            q_full=plgpu.Barrier(num_arrivals=2 + self.is_paired, num_barriers=stages),
             q_empty=empty(num_barriers=stages),
             q_free=free(num_barriers=stages),
-            dout_full=plgpu.Barrier(num_barriers=dout_stages),
-            dout_empty=empty(num_barriers=dout_stages),
-            dout_free=free(num_barriers=dout_stages),
+            dout_full=None if self.is_paired else plgpu.Barrier(num_barriers=dout_stages),
+            dout_empty=None if self.is_paired else empty(num_barriers=dout_stages),
+            dout_free=None if self.is_paired else free(num_barriers=dout_stages),
         )
 
 
@@ -226,7 +232,8 @@ class Worker:
             dscores_tile = scratch.dscores.at[self.warpgroup]
         if not blocks.has_prefetch:
             plgpu.barrier_wait(scratch.q_full.at[slot])
-        plgpu.barrier_wait(scratch.dout_full.at[dout_slot])
+        if scratch.dout_full is not None:
+            plgpu.barrier_wait(scratch.dout_full.at[dout_slot])
 
         def gradient(dweights_ref, scores_ref=None):
             tile = scores
@@ -284,14 +291,15 @@ class Worker:
         self.multiply(self.dv_ref, weights, dout.at[:, self.columns])
         if blocks.is_frugal:
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch.dout_empty.at[dout_slot])
+            if scratch.dout_empty is not None:
+                plgpu.barrier_arrive(scratch.dout_empty.at[dout_slot])
         next_scores = None
         if blocks.has_prefetch:
             pl.when(has_next)(lambda: plgpu.barrier_wait(scratch.q_full.at[next_slot]))
             next_scores = pl.run_scoped(issue_next, plgpu.ACC(self.shape, jnp.float32))
         else:
             products()
-        if not blocks.is_frugal:
+        if scratch.dout_empty is not None and not blocks.is_frugal:
             plgpu.barrier_arrive(scratch.dout_empty.at[dout_slot])
         plgpu.barrier_arrive(scratch.q_empty.at[slot])
         return next_scores

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import block_sizes
+from pallas_kernels import block_sizes, merge
 from pallas_kernels.block import Operand, check_softcap
 from pallas_kernels.block_sizes import ForwardBlocks
 from pallas_kernels.masks import Mask
@@ -25,8 +25,6 @@ COPY_ROWS = 8  # height of the tiles in which the copy engine reads and writes
 COPY_COLUMNS = 32  # float32 numbers of a row of such a tile
 ROWS = 64  # of one wgmma instruction, which one warpgroup issues
 LOG2_E = math.log2(math.e)
-# The matrix units cut off what does not fit in a sum: at most so many keys are added up by them, in whole tiles.
-MAX_KEYS = 128 * 1024
 # K and V of the heads that run together should stay in the L2 cache, 50 MB and more, less what q and out take.
 L2_BYTES = 32 << 20
 
@@ -86,7 +84,7 @@ def prepare(
 ) -> tuple[Layout, Operand, Operand, list[tuple[Array, ...]]]:  # fmt: skip
     """(layout, operands as the kernel takes them, for each call the arrays of numbers that Task.read reads).
 
-    There is a call for each MAX_KEYS keys; their results have to be merged.
+    There is a call for each of `merge.parts`; their results have to be merged.
     """
     q, k = queries.own[0], keys.own[0]
     N, K = queries.box.num_heads, keys.box.num_heads
@@ -115,8 +113,7 @@ def prepare(
     scalars = jnp.stack([jnp.asarray(x).astype(jnp.int32) for x in scalars])
     table = mask.key_tiles(num_rows, layout.rows, num_keys, layout.blocks.keys)
     segments = mask.tile_segments(layout.rows, layout.blocks.keys) if layout.has_segments else ()
-    num_tiles, span = pl.cdiv(num_keys, layout.blocks.keys), pl.cdiv(MAX_KEYS, layout.blocks.keys)
-    walks = [_walk(table, first, min(first + span, num_tiles)) for first in range(0, num_tiles, span)]
+    walks = (_walk(table, first, behind) for first, behind in merge.parts(num_keys, layout.blocks.keys))
     return layout, queries, keys, [(scalars, walk, *segments) for walk in walks]
 
 

@@ -6,6 +6,14 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels.block import Partial
 
 Arrays = tuple[Array, ...]
+# The matrix units cut off what does not fit in a sum: at most so many keys are added up by them, in whole tiles.
+MAX_KEYS = 128 * 1024
+
+
+def parts(num_keys: int, tile: int) -> list[tuple[int, int]]:
+    """(first, behind) of the tiles, of so many keys each, that a call of a kernel adds up; results have to be merged."""
+    num_tiles, span = -(-num_keys // tile), -(-MAX_KEYS // tile)
+    return [(first, min(first + span, num_tiles)) for first in range(0, num_tiles, span)]
 
 
 def merge(a: Partial, b: Partial) -> Partial:

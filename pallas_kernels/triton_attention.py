@@ -18,7 +18,7 @@ from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels import triton_blocks
+from pallas_kernels import merge, triton_blocks
 from pallas_kernels.block import BlockAttention, Gradients, Operand, Partial, check_softcap, vary_like
 from pallas_kernels.block_sizes import padded_head_dim
 from pallas_kernels.masks import Mask
@@ -102,8 +102,8 @@ def forward(
     B, T, N, H = q.shape[0], queries.box.num_rows, queries.box.num_heads, q.shape[3]
     prepare = functools.partial(_prepare, queries, keys, mask, scale, softcap, blocks, compute_capability)
     results = jax.ShapeDtypeStruct((B, T, N, H), dtype), jax.ShapeDtypeStruct((B, T, N), jnp.float32)
-    out, lse = run(prepare("forward", (), results))
-    return vary_like(out, q), vary_like(lse, q)
+    out, lse = functools.reduce(merge.merge, map(run, prepare("forward", (), results)))
+    return vary_like(out.astype(dtype), q), vary_like(lse, q)
 
 
 def backward(
@@ -135,15 +135,15 @@ def backward(
     stats = lse.transpose(0, 2, 1), delta.transpose(0, 2, 1)
     rows = queries._replace(own=queries.own[:2], peer=queries.peer and queries.peer[:2])
 
-    def prepare(direction: str, *results: jax.ShapeDtypeStruct) -> Launch:
+    def prepare(direction: str, *results: jax.ShapeDtypeStruct) -> list[Launch]:
         own = (blocks or {}).get(direction)
         return _prepare(rows, keys, mask, scale, softcap, own, compute_capability, direction, stats, results)
 
     row_gradient = jax.ShapeDtypeStruct((B, T, queries.box.num_heads, H), dtype)
     key_gradient = jax.ShapeDtypeStruct((B, S, keys.box.num_heads, H), dtype)
-    dk, dv = run(prepare("keys_backward", key_gradient, key_gradient))
-    (dq,) = run(prepare("rows_backward", row_gradient))
-    return vary_like(dq, q), vary_like(dk, q), vary_like(dv, q)
+    ((dk, dv),) = map(run, prepare("keys_backward", key_gradient, key_gradient))
+    dq = sum(dq for (dq,) in map(run, prepare("rows_backward", row_gradient)))
+    return vary_like(dq.astype(dtype), q), vary_like(dk, q), vary_like(dv, q)
 
 
 ATTENTION = BlockAttention(forward, backward)
@@ -152,8 +152,11 @@ ATTENTION = BlockAttention(forward, backward)
 def _prepare(
     queries: Operand, keys: Operand, mask: Mask, scale: float, softcap: float | None, blocks: Blocks | None,
     compute_capability: str | None, kernel: str, stats: tuple[Array, ...], results: tuple[jax.ShapeDtypeStruct, ...],
-) -> Launch:  # fmt: skip
-    """The call of a kernel: (numbers, tiles, segments, own and peer's arrays of each side, stats)."""
+) -> list[Launch]:  # fmt: skip
+    """The calls of a kernel: (numbers, tiles, segments, own and peer's arrays of each side, stats).
+
+    One, or one for each part of the keys that are added up; then the results are float32.
+    """
     q, k = queries.own[0], keys.own[0]
     B, H, q_box, k_box = q.shape[0], q.shape[3], queries.box, keys.box
     if q.dtype not in DTYPES or k.dtype != q.dtype:
@@ -194,5 +197,13 @@ def _prepare(
         else q_box.num_heads * -(-q_box.num_rows // blocks.rows)
     )
     module = "pallas_kernels.triton_forward" if kernel == "forward" else "pallas_kernels.triton_backward"
-    arrays = (numbers, table, *segments, *chunks, *stats)
-    return Launch(module, kernel, arrays, results, programs, constants, blocks, compute_capability)
+    tables = [table]
+    parts = merge.parts(k_box.num_rows, blocks.keys)
+    if kernel != "keys_backward" and len(parts) > 1:
+        tables = [jnp.clip(table, first, behind) for first, behind in parts]
+        results = tuple(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in results)
+    others = (*segments, *chunks, *stats)
+    return [
+        Launch(module, kernel, (numbers, table, *others), results, programs, constants, blocks, compute_capability)
+        for table in tables
+    ]

@@ -12,7 +12,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.sharding import AbstractMesh
 from tolerance import assert_close
 
-from pallas_kernels import block_sizes, dense, hopper_backward, hopper_keys, hopper_rows, xla
+from pallas_kernels import block_sizes, dense, hopper_backward, hopper_keys, merge, xla
 from pallas_kernels.block import Box, Operand
 from pallas_kernels.masks import Mask
 
@@ -125,7 +125,7 @@ def test_the_deterministic_kernels_compute_the_same(shape, place):
 
 
 def test_many_keys_are_added_up_in_parts(monkeypatch):
-    monkeypatch.setattr(hopper_rows, "MAX_KEYS", 64)
+    monkeypatch.setattr(merge, "MAX_KEYS", 64)
     assert_gradients_match((1, 100, 1, 200, 1, 64, "bfloat16"), (90, 0, 200, True, None, (30, 40, 170)), None, True)
 
 

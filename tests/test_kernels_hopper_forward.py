@@ -8,7 +8,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels import Box, Mask, Operand, block_sizes, dense, hopper_rows
+from pallas_kernels import Box, Mask, Operand, block_sizes, dense, merge
 from pallas_kernels import hopper_forward as hopper
 
 
@@ -119,7 +119,7 @@ def test_tiles_of_long_rows(name, growth):
 @pytest.mark.parametrize("name", ["odd lengths", "full", "window", "documents", "future", "far"])
 def test_many_keys_are_added_up_in_parts(name, monkeypatch):
     """In each part rows that see none of its keys walk over a tile that they do not see, whichever side it lies on."""
-    monkeypatch.setattr(hopper_rows, "MAX_KEYS", 64)
+    monkeypatch.setattr(merge, "MAX_KEYS", 64)
     shape, scalars, others, softcap = CASES[name]
     assert_matches(*operands(shape), Mask(*map(jnp.int32, scalars), **({"is_causal": True} | others)), softcap)
 

@@ -29,7 +29,8 @@ needs_triton = pytest.mark.skipif(
 INTERPRETED = (
     "own_boxes", "peers", "float16", "diagonal_of_other_lengths", "future", "padded_tail", "one_row_and_one_key",
     "one_head_of_keys", "window_across_chunks", "window_not_causal", "documents_after_padding",
-    "documents_in_a_window", "softcap", "head_dim_72",
+    "documents_in_a_window", "softcap", "head_dim_72", "future_in_parts", "window_across_chunks_in_parts",
+    "documents_in_a_window_in_parts", "float16_in_parts",
 )  # fmt: skip
 
 
