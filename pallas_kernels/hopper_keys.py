@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def is_paired(self) -> bool:
-        """Whether a tile of q and its tile of dout come and go together: a barrier each costs 2 to 4 % at head dim 128."""
+        """Whether a tile of q and its tile of dout come and go together: a barrier each costs 2 to 4 %."""
         return self.blocks.stages == self.blocks.dout_stages
 
     @property

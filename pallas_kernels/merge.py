@@ -11,7 +11,7 @@ MAX_KEYS = 128 * 1024
 
 
 def parts(num_keys: int, tile: int) -> list[tuple[int, int]]:
-    """(first, behind) of the tiles, of so many keys each, that a call of a kernel adds up; results have to be merged."""
+    """(first, behind) of the tiles, of so many keys each, that a call of a kernel adds up."""
     num_tiles, span = -(-num_keys // tile), -(-MAX_KEYS // tile)
     return [(first, min(first + span, num_tiles)) for first in range(0, num_tiles, span)]
 
