@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -102,7 +103,8 @@ def forward(
     B, T, N, H = q.shape[0], queries.box.num_rows, queries.box.num_heads, q.shape[3]
     prepare = functools.partial(_prepare, queries, keys, mask, scale, softcap, blocks, compute_capability)
     results = jax.ShapeDtypeStruct((B, T, N, H), dtype), jax.ShapeDtypeStruct((B, T, N), jnp.float32)
-    out, lse = functools.reduce(merge.merge, map(run, prepare("forward", (), results)))
+    parts = ((out, lse) for out, lse in map(run, prepare("forward", (), results)))
+    out, lse = functools.reduce(merge.merge, parts)
     return vary_like(out.astype(dtype), q), vary_like(lse, q)
 
 
@@ -142,7 +144,7 @@ def backward(
     row_gradient = jax.ShapeDtypeStruct((B, T, queries.box.num_heads, H), dtype)
     key_gradient = jax.ShapeDtypeStruct((B, S, keys.box.num_heads, H), dtype)
     ((dk, dv),) = map(run, prepare("keys_backward", key_gradient, key_gradient))
-    dq = sum(dq for (dq,) in map(run, prepare("rows_backward", row_gradient)))
+    dq = functools.reduce(operator.add, (dq for (dq,) in map(run, prepare("rows_backward", row_gradient))))
     return vary_like(dq.astype(dtype), q), vary_like(dk, q), vary_like(dv, q)
 
 
