@@ -38,7 +38,8 @@ def plan_turns[Name: Hashable](seconds: dict[Name, float]) -> tuple[int, dict[Na
 def time_in_turns[Name: Hashable](functions: dict[Name, Callable[[], object]]) -> dict[Name, Quantiles]:
     """Seconds a call of each function: warmed up twice, then measured alternately, in turns of about TURN seconds.
 
-    The calls of a turn are queued: the host counts only where it takes longer to start a call than to run it.
+    Every second round is in reverse order: what ran before decides how warm the GPU is. The calls of a turn are queued:
+    the host counts only where it takes longer to start a call than to run it.
     """
     once = {}
     for name, run in functions.items():
@@ -46,9 +47,9 @@ def time_in_turns[Name: Hashable](functions: dict[Name, Callable[[], object]]) -
         once[name] = _time(run, 1)
     rounds, calls = plan_turns(once)
     seconds: dict[Name, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, run in functions.items():
-            seconds[name].append(_time(run, calls[name]))
+    for number in range(rounds):
+        for name in functions if number % 2 == 0 else reversed(functions):
+            seconds[name].append(_time(functions[name], calls[name]))
     return {name: quantiles(values) for name, values in seconds.items()}
 
 

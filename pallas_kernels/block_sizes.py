@@ -37,7 +37,6 @@ class ForwardBlocks:
     warpgroups: those that compute, 64 query rows each. keys: of a tile. stages: tiles of K and of V in shared memory.
     staging: columns of float32 results that leave at a time.
     skips_rescaling: a warp with no new maximum in its rows does not multiply their sums by 1.
-    polynomials: of 16 exponentials of scores that no mask cuts, those made by multiplication and addition.
     compute_registers, copy_registers: a thread's; 64K a thread block, in multiples of 8.
     """
 
@@ -46,7 +45,6 @@ class ForwardBlocks:
     stages: int = 2
     staging: int = 64
     skips_rescaling: bool = True
-    polynomials: int = 0
     compute_registers: int = 240
     copy_registers: int = 24
 

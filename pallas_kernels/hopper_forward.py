@@ -33,31 +33,7 @@ from pallas_kernels.hopper_rows import LOG2_E, ROWS, Layout, Task, across_column
 from pallas_kernels.masks import Mask
 from pallas_kernels.merge import merge
 
-
-def _hex(x: float) -> str:
-    """A float32 as PTX has it."""
-    return f"0f{np.float32(x).view(np.uint32):08X}"
-
-
 LANES = 8  # columns of the narrowest array in registers
-# 2^x = 2^n 2^f for x <= 0, with n the nearest integer: the sum with 3 * 2^22 has n in its last bits, which are added to
-# the exponent of a polynomial in f. It is 1 at 0, and off by 3e-6 at most.
-_POLYNOMIAL = f"""{{
-    .reg .f32 f, n, y;
-    .reg .b32 e, z;
-    max.f32 f, $1, {_hex(-126.0)};
-    add.rn.f32 n, f, {_hex(3 * 2**22)};
-    sub.rn.f32 y, n, {_hex(3 * 2**22)};
-    sub.rn.f32 f, f, y;
-    fma.rn.f32 y, f, {_hex(0.009582855)}, {_hex(0.05590643)};
-    fma.rn.f32 y, f, y, {_hex(0.24024099)};
-    fma.rn.f32 y, f, y, {_hex(0.6931242)};
-    fma.rn.f32 y, f, y, {_hex(1.0)};
-    shl.b32 e, n, 23;
-    mov.b32 z, y;
-    add.s32 z, z, e;
-    mov.b32 $0, z;
-}}"""
 
 
 def forward(
@@ -164,8 +140,7 @@ def _compute(
         if seen is not None:
             scores = jnp.where(seen, scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=1) * factor)
-        exp2 = partial(_exp2, polynomials=0 if seen is not None or layout.is_interpreted else blocks.polynomials)
-        p = exp2(scores * factor - across_columns(new_top, shape))
+        p = jnp.exp2(scores * factor - across_columns(new_top, shape))
         decay = jnp.exp2(top - new_top)
         total *= across_columns(decay, total.shape)
         for column in range(0, blocks.keys, LANES):
@@ -226,30 +201,6 @@ def _compute(
     acc, _ = _accumulate(last_product, acc, p, left_smem, ())
     plgpu.barrier_arrive(v_empty.at[slot])
     return acc, top, total.sum(axis=1)
-
-
-def _exp2(x: Float[Array, "rows keys"], polynomials: int) -> Float[Array, "rows keys"]:
-    """2^x for x <= 0, `polynomials` of every 16 by a polynomial: where products are short, exponential units are too
-    slow, while those that multiply have time.
-    """
-    if polynomials == 0:
-        return jnp.exp2(x)
-    layout = plgpu.Layout.WGMMA
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout))
-    def exp2(_: Any, x: Any) -> Any:
-        registers = list(x.exp2(approx=True).registers.flat)
-        for i, pair in enumerate(x.registers.flat):
-            if (i + 1) * polynomials // 16 == i * polynomials // 16:
-                continue
-            for j in range(2):
-                number = vector.extract(pair, [], [j])
-                power = utils.inline_ptx(_POLYNOMIAL, number, result_types=number.type)
-                registers[i] = vector.insert(power, registers[i], [], [j])
-        results = np.array(registers, dtype=object).reshape(x.registers.shape)
-        return mgpu.FragmentedArray(_registers=results, _layout=x.layout, _is_signed=x.is_signed)
-
-    return exp2(x)
 
 
 def _multiply_where_needed(acc: Float[Array, "rows H"], factor: Float[Array, " rows"]) -> Float[Array, "rows H"]:

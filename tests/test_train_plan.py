@@ -143,7 +143,7 @@ BY_CLASS = {"parameters": 1, "optimizer": 2, "saved": 3, "temporaries": 4, "host
         (
             "--remat attention",
             "saved",
-            "this one takes 11.00 GiB, most of it saved activations, 8.00 GiB; try --remat off",
+            "a step takes 11.00 GiB and gaps, most of it saved activations, 8.00 GiB; try --remat off",
         ),
         ("--remat offload-all", "saved", "try --accumulate 2"),
         ("--remat layer", "temporaries", "most of it temporaries, 8.00 GiB; try --accumulate 2"),

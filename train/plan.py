@@ -191,8 +191,8 @@ def _explain(config: Config, memory: Memory, mesh: Mesh) -> str:
     largest = max(memory.classes, key=memory.classes.__getitem__)
     has = usable_memory(mesh)
     return (
-        f"--seq-len {config.seq_len}: a step that fits the memory of a device{f', {_gib(has)}' if has else ''}; "
-        f"this one takes {_gib(memory.total)}, most of it {largest}, {_gib(memory.classes[largest])}; "
+        f"--seq-len {config.seq_len}: out of memory{f', of which a device has {_gib(has)}' if has else ''}: "
+        f"a step takes {_gib(memory.total)} and gaps, most of it {largest}, {_gib(memory.classes[largest])}; "
         f"try {_next_flag(config, largest)}"
     )
 
