@@ -22,6 +22,12 @@ FIELDS = (
 )
 
 
+def count_gpus() -> int:
+    """Of this machine, as far as CUDA_VISIBLE_DEVICES lets them be seen; without a process of CUDA on them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if visible is None else len(visible.split(","))
+
+
 class Quantiles(NamedTuple):
     p20: float
     p50: float
@@ -38,8 +44,8 @@ def plan_turns[Name: Hashable](seconds: dict[Name, float]) -> tuple[int, dict[Na
 def time_in_turns[Name: Hashable](functions: dict[Name, Callable[[], object]]) -> dict[Name, Quantiles]:
     """Seconds a call of each function: warmed up twice, then measured alternately, in turns of about TURN seconds.
 
-    Every second round is in reverse order: what ran before decides how warm the GPU is. The calls of a turn are queued:
-    the host counts only where it takes longer to start a call than to run it.
+    Half a turn that is not counted comes before each: what ran last decides how warm the GPU is. The calls of a turn
+    are queued: the host counts only where it takes longer to start a call than to run it.
     """
     once = {}
     for name, run in functions.items():
@@ -47,9 +53,10 @@ def time_in_turns[Name: Hashable](functions: dict[Name, Callable[[], object]]) -
         once[name] = _time(run, 1)
     rounds, calls = plan_turns(once)
     seconds: dict[Name, list[float]] = {name: [] for name in functions}
-    for number in range(rounds):
-        for name in functions if number % 2 == 0 else reversed(functions):
-            seconds[name].append(_time(functions[name], calls[name]))
+    for _ in range(rounds):
+        for name, run in functions.items():
+            _time(run, -(-calls[name] // 2))
+            seconds[name].append(_time(run, calls[name]))
     return {name: quantiles(values) for name, values in seconds.items()}
 
 

@@ -6,7 +6,6 @@ import json
 import logging
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cases import Case
-from benchmarks.harness import Quantiles, quantiles
+from benchmarks.harness import Quantiles, count_gpus, quantiles
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -111,8 +110,7 @@ def time_torch(cases: Sequence[Case], modes: Sequence[str]) -> dict[tuple[str, s
         for case in cases
         for mode in modes
     }
-    num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    command = ["torchrun", "--nproc-per-node", str(num_gpus), "-m", "benchmarks.torch_attention", *calls]
+    command = ["torchrun", "--nproc-per-node", str(count_gpus()), "-m", "benchmarks.torch_attention", *calls]
     try:
         child = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks.harness import RESULTS, quantiles, write_rows
+from benchmarks.harness import RESULTS, count_gpus, quantiles, write_rows
 from distflash_jax import xla_flags
 from train.config import Config, ModelOverrides
 from train.cost import step_flops, step_seconds
@@ -156,7 +156,7 @@ def main():
     parser.add_argument("--out", type=Path, default=RESULTS / "train_step.csv")
     arguments = parser.parse_args()
     xla_flags.apply(xla_flags.choose())
-    num_workers = arguments.workers or len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    num_workers = arguments.workers or count_gpus()
     sets = arguments.sets or (() if arguments.cases else SETS)
     # Once each, and those of a model together, whose states are made alike.
     chosen = dict.fromkeys((*arguments.cases, *(case for name in sets for case in SETS[name])))

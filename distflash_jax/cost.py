@@ -247,19 +247,19 @@ class Machine:
         return cost.flops(direction, task) / rate.at(cost.rows)
 
 
-# Least squares of 1 / rate over 1 / T, of the medians of `hopper` in benchmarks/results/kernel.csv: forward at commit
-# 81373ec, cases [4..128]k_d128_mha_{causal,full}, backward at d852ec8, [4,16,64]k. Below 4096 tokens the rows time the
-# host that starts the kernels.
-H200_FORWARD = Kernel(causal=Rate(633.0e12, 680), full=Rate(617.8e12, 469))
-H200_BACKWARD = Kernel(causal=Rate(567.4e12, 731), full=Rate(564.1e12, 363))
+# Least squares of 1 / rate over 1 / T, of the medians of `hopper` in benchmarks/results/kernel.csv at commit f9889ab,
+# cases [4..128]k_d128_mha_{causal,full}. Below 4096 tokens the rows time the host that starts the kernels.
+H200_FORWARD = Kernel(causal=Rate(687.4e12, 1488), full=Rate(696.0e12, 1476))
+H200_BACKWARD = Kernel(causal=Rate(554.2e12, 404), full=Rate(550.5e12, 413))
 H200_MEMORY = 4.8e12  # data sheet
 # Line through two times of one ppermute between two H200s (NV18) with the flags of xla_flags.py, 2026-11-29: 16 MiB at
 # 123 GB/s, 512 MiB at 382 GB/s. The data sheet has 450 GB/s each way.
 NVLINK = 410e9
 NVLINK_LATENCY = 95e-6
 NETWORK = 50e9
-# Without a kernel or a merge before the first kernel of a forward on two GPUs: tests/data/overlap/trace_full.csv.
-START = 271e-6
+# What a pass on two GPUs takes beside all of this: the mean over the rows of `balanced` of 8K to 32K tokens in
+# benchmarks/results/attention.csv at commits 32ef19e and f9889ab.
+START = 138e-6
 MACHINES = {
     machine.name: machine
     for machine in (

@@ -46,12 +46,17 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Spread:
-    """A strategy on so many workers; or for hybrid, and for burst over two axes, on (outer, inner)."""
+    """A strategy on so many workers; or for hybrid, and for burst over two axes, on (outer, inner).
+
+    is_one_program: the backward finds q, k and v as the forward has exchanged them; of two equal collectives of a
+    program XLA makes one.
+    """
 
     strategy: Strategy
     shape: Shape
     workers: tuple[int, ...]
     is_causal: bool = True
+    is_one_program: bool = False
 
     @property
     def num_workers(self) -> int:
@@ -110,6 +115,9 @@ class Spread:
         """The collectives of a strategy that is no table: before its kernels, and behind them."""
         P, t, N, K = self.num_workers, self.rows, self.shape.N, self.shape.K
         fetched, returned, float32 = FETCHED[direction], RETURNED[direction], ONE_PER_ROW | {"dk", "dv"}
+        if self.is_one_program and direction == "backward":
+            is_new = lambda side, name: name not in FETCHED["forward"][side]
+            fetched = {side: tuple(name for name in names if is_new(side, name)) for side, names in fetched.items()}
         if self.strategy in TABLES:
             return Exchange(), Exchange()
         if self.strategy in ("ulysses", "hybrid"):

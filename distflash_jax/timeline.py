@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -76,6 +76,7 @@ def simulate_strategy(spread: Spread, machine: Machine, directions: Sequence[Dir
     """
     if spread.strategy in TABLES and not spread.is_double:
         return simulate(spread.table.schedule, spread.shape, machine, directions)
+    spread = replace(spread, is_one_program=len(directions) > 1)
     rules = {"burst": _double_ring, "all_gather": _all_gather, "zigzag": _zigzag, "rsa": _rsa}
     workers = Workers(spread.num_workers, spread.shape.H, machine)
     for direction in directions:

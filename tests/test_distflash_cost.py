@@ -105,12 +105,12 @@ def test_rates_are_least_squares_of_their_rows():
     machine = MACHINES["h200-nvlink"]
     with ROWS.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["implementation"] == "hopper"]
-    for direction, commit in (("forward", "81373ec"), ("backward", "d852ec8")):
+    for direction in ("forward", "backward"):
         for visible in ("causal", "full"):
             points = {}
             for row in rows:
                 length, _, rest = row["case"].partition("k_")
-                is_meant = (row["commit"], row["mode"], rest) == (commit, direction, f"d128_mha_{visible}")
+                is_meant = (row["commit"], row["mode"], rest) == ("f9889ab", direction, f"d128_mha_{visible}")
                 if is_meant and int(length) >= 4:
                     points[1024 * int(length)] = 1e12 * float(row["p50"])
             line = statistics.linear_regression([1 / T for T in points], [1 / rate for rate in points.values()])
@@ -118,7 +118,7 @@ def test_rates_are_least_squares_of_their_rows():
             assert rate.peak == pytest.approx(1 / line.intercept, rel=1e-3)
             assert rate.half == pytest.approx(line.slope / line.intercept, rel=2e-3)
             for T, measured in points.items():
-                assert rate.at(T) == pytest.approx(measured, rel=0.015)
+                assert rate.at(T) == pytest.approx(measured, rel=0.03)
 
 
 def test_the_link_passes_through_its_two_measurements():

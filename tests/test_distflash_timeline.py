@@ -38,7 +38,7 @@ def test_balanced_on_two_gpus_is_predicted_within_five_percent(mode):
 
 def test_other_tables_on_two_gpus_are_predicted_within_five_percent():
     found = {row: pair for row, pair in measured_from_16k().items() if row.workers == 2}
-    assert len(found) >= 24
+    assert len(found) >= 22
     for row, (measured, predicted) in found.items():
         assert predicted == pytest.approx(measured, rel=0.05), row
 
