@@ -72,18 +72,12 @@ def assemble(launch: Launch) -> Report:
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(arrays))}  # as jax-triton has it
     source = compiler.ASTSource(kernel, signature, launch.constants, aligned)
     architecture = int(launch.compute_capability.replace(".", ""))
-    options = {"num_warps": launch.blocks.warps, "num_stages": launch.blocks.stages}
+    options = {"num_warps": launch.blocks.warps, "num_stages": launch.blocks.stages} | triton_attention.BACKEND_OPTIONS
     compiled = triton.compile(source, target=backends.GPUTarget("cuda", architecture, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(compiled.asm["ptx"])
-        assembler = (
-            Path(triton.__file__).parent
-            / "backends"
-            / "nvidia"
-            / "bin"
-            / f"ptxas{'-blackwell' * (architecture >= 100)}"
-        )
+        assembler = importlib.import_module("triton.backends.nvidia.compiler").get_ptxas(architecture).path
         name = f"sm_{architecture}{'a' * (architecture >= 90)}"
         command = [assembler, "-v", f"--gpu-name={name}", path, "-o", "/dev/null"]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr

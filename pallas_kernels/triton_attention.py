@@ -28,6 +28,9 @@ from pallas_kernels.triton_blocks import Blocks
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 TF32 = ("tensorfloat32", "TF32_TF32_F32")  # by which jax.default_matmul_precision allows products of rounded float32
 LOG2_E = math.log2(math.e)
+BACKEND_OPTIONS = {
+    "enable_fp_fusion": True
+}  # a product and a sum in one instruction; from Triton 3.10 on not by itself
 
 
 class Launch(NamedTuple):
@@ -59,8 +62,11 @@ def run(launch: Launch) -> tuple[Array, ...]:
     """The results of a kernel, compiled for the GPU."""
     triton_call = importlib.import_module("jax_triton").triton_call
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
-    # jax-triton 0.4 has another name for what comes out.
-    out = "out_type" if "out_type" in inspect.signature(triton_call).parameters else "out_shape"
+    parameters = inspect.signature(triton_call).parameters
+    # jax-triton 0.4 has another name for what comes out, and leaves to Triton what 0.3 asks for.
+    options: dict[str, Any] = {"out_type" if "out_type" in parameters else "out_shape": launch.results}
+    if "backend_options" in parameters:
+        options["backend_options"] = BACKEND_OPTIONS
 
     @sequential_vmap  # jax-triton has no rule for vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
@@ -72,7 +78,7 @@ def run(launch: Launch) -> tuple[Array, ...]:
             num_warps=launch.blocks.warps,
             num_stages=launch.blocks.stages,
             compute_capability=int(launch.compute_capability.replace(".", "")),
-            **{out: launch.results},
+            **options,
             **launch.constants,
         )
 
