@@ -5,6 +5,8 @@ that repeats bit by bit. A peer has no backward alone: its backward is both minu
 block kernels of ours (hopper is the default, triton another). `torch`, PyTorch's FlashAttention-2, is measured before
 the others. The bound of a row is the rate of a bfloat16 matrix product of 8192 x 8192 in the same run. What cannot run
 is named in one line and left out.
+`--before DIR` also times the kernels of another checkout; its numbers are printed, and no rows are written of them.
+`--part 0/2`, and 1/2 beside it, share the cases among GPUs that CUDA_VISIBLE_DEVICES tells apart.
 `--table` measures nothing and prints the newest rows; `--write` puts them into the documents.
 """
 
@@ -22,7 +24,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from benchmarks import tables
+from benchmarks import before, tables
 from benchmarks.cases import KERNEL, KERNEL_DEFAULT, Case, select
 from benchmarks.harness import RESULTS, Quantiles, newest_rows, time_in_turns, write_rows
 from benchmarks.peers import LABELS, PEERS, TORCH, TRITON_LABELS, Peer, available, one_line, time_torch
@@ -33,6 +35,23 @@ ROOT = Path(__file__).parent.parent
 OURS = "hopper"
 # Of each mode, in units of the forward's operations; deterministic counts what it must do, not what it does twice.
 WORK = cost.WORK | {"both": sum(cost.WORK.values()), "deterministic": cost.WORK["backward"]}
+
+
+class Part(NamedTuple):
+    """Every count-th case, from the index-th on."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        if found is None or int(found[1]) >= int(found[2]):
+            raise argparse.ArgumentTypeError(f"{text}: must be I/N with I below N, such as 0/2")
+        return cls(int(found[1]), int(found[2]))
+
+    def of(self, cases: list[Case]) -> list[Case]:
+        return cases[self.index :: self.count]
 
 
 class Key(NamedTuple):
@@ -101,13 +120,13 @@ def block_functions(case: Case, kernel: BlockAttention) -> dict[str, Function]:
 
 
 def make_functions(
-    case: Case, peers: dict[str, Peer], modes: Collection[str], implementations: Iterable[str] = (OURS,)
+    case: Case, peers: dict[str, Peer], modes: Collection[str], kernels: Mapping[str, BlockAttention]
 ) -> dict[Key, Function]:
     """What has to be measured for these modes; always the forward, without which there is nothing to go back from."""
     functions = {
         Key(name, mode): function
-        for name in implementations
-        for mode, function in block_functions(case, IMPLEMENTATIONS[name]).items()
+        for name, kernel in kernels.items()
+        for mode, function in block_functions(case, kernel).items()
         if mode in ("forward", *modes)
     }
     for name, peer in peers.items():
@@ -157,16 +176,16 @@ def measure(
     peers: dict[str, Peer],
     modes: Collection[str],
     bound: float,
-    implementations: Collection[str] = (OURS,),
+    kernels: Mapping[str, BlockAttention],
     measured: Mapping[Key, Quantiles] = {},
 ) -> list[dict[str, Any]]:
     """The rows of a case, and of what was measured before in other processes."""
     ours = random_inputs(case)
-    inputs = dict.fromkeys(implementations, ours) | {name: ours.of(peer) for name, peer in peers.items()}
-    programs = make_programs(case, make_functions(case, peers, modes, implementations), inputs)
+    inputs = dict.fromkeys(kernels, ours) | {name: ours.of(peer) for name, peer in peers.items()}
+    programs = make_programs(case, make_functions(case, peers, modes, kernels), inputs)
     if not programs:
         return []
-    for name in implementations:
+    for name in kernels:
         if Key(name, "forward") in programs:
             inputs[name] = ours.given(*programs[Key(name, "forward")](ours))
     seconds = time_in_turns({key: functools.partial(run, inputs[key.implementation]) for key, run in programs.items()})
@@ -230,6 +249,10 @@ def main():
     parser.add_argument("--cases", nargs="*", default=KERNEL_DEFAULT, help="names or patterns such as '*_d128_*'")
     parser.add_argument("--modes", nargs="*", choices=WORK, default=list(WORK))
     parser.add_argument("--implementations", nargs="*", choices=IMPLEMENTATIONS, default=[OURS])
+    parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout whose kernels are timed too")
+    parser.add_argument(
+        "--part", type=Part.parse, default=Part(0, 1), metavar="I/N", help="every Nth case, from the Ith"
+    )
     parser.add_argument("--peers", nargs="*", choices=[*PEERS, TORCH], default=list(LABELS)[1:])
     parser.add_argument("--out", type=Path, default=RESULTS / "kernel.csv", help="where rows are added, or read from")
     parser.add_argument("--table", action="store_true", help="print the newest rows of the cases as Markdown")
@@ -238,8 +261,12 @@ def main():
     if arguments.write:
         write_tables()
         return
+    kernels = {name: IMPLEMENTATIONS[name] for name in arguments.implementations}
     try:
-        cases = select(arguments.cases)
+        cases = arguments.part.of(select(arguments.cases))
+        if arguments.before is not None:
+            others = before.load(arguments.before)
+            kernels |= {name: others[name] for name in (x + before.SUFFIX for x in kernels) if name in others}
     except ValueError as error:
         parser.error(str(error))
     if arguments.table:
@@ -254,8 +281,8 @@ def main():
     print(f"matrix product {bound:.0f} TFLOP/s", flush=True)
     for case in cases:
         measured = {Key(TORCH, mode): x for (name, mode), x in torch.items() if name == case.name}
-        rows = measure(case, peers, arguments.modes, bound, arguments.implementations, measured)
-        write_rows(arguments.out, rows)
+        rows = measure(case, peers, arguments.modes, bound, kernels, measured)
+        write_rows(arguments.out, [row for row in rows if not row["implementation"].endswith(before.SUFFIX)])
         for mode in arguments.modes:
             rates = (f"{row['implementation']} {row['p50']:4.0f}" for row in rows if row["mode"] == mode)
             print(f"{case.name:24} {mode:8}  {'  '.join(rates)}", flush=True)

@@ -152,7 +152,7 @@ def test_a_case_is_measured_beside_its_peers_and_a_peer_that_raises_costs_one_li
         "backward_only": peers.Peer("jax.nn", lambda case, module: backward_only),
     }
     monkeypatch.setattr(harness, "TURN", 1e-4)
-    rows = kernel.measure(SMALL["causal"], present, list(kernel.WORK), 7.0, ["xla"])
+    rows = kernel.measure(SMALL["causal"], present, list(kernel.WORK), 7.0, {"xla": xla.ATTENTION})
     complete = {(name, mode) for name in ("xla", "halves") for mode in ("forward", "backward", "both")}
     alone = {("xla", "deterministic"), ("forward_only", "forward")}
     assert {(row["implementation"], row["mode"]) for row in rows} == complete | alone
@@ -198,7 +198,7 @@ def test_the_backward_of_a_peer_is_both_minus_forward():
 
 def test_our_calls_lower_for_cuda():
     inputs = jax.eval_shape(lambda: kernel.random_inputs(SMALL["both"]))
-    functions = kernel.make_functions(SMALL["both"], {}, ["both"])
+    functions = kernel.make_functions(SMALL["both"], {}, ["both"], {"hopper": kernel.IMPLEMENTATIONS["hopper"]})
     assert functions.keys() == {Key("hopper", "forward"), Key("hopper", "both")}
     both = jax.jit(functions[Key("hopper", "both")]).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
     assert "hopper_forward" in both and "hopper_backward" in both
@@ -206,10 +206,10 @@ def test_our_calls_lower_for_cuda():
 
 def test_more_kernels_of_ours_are_measured_beside_each_other(monkeypatch):
     monkeypatch.setattr(harness, "TURN", 1e-4)
-    monkeypatch.setitem(kernel.IMPLEMENTATIONS, "hopper", xla.ATTENTION)
-    rows = kernel.measure(SMALL["causal"], {}, ["forward", "backward"], 7.0, ("hopper", "xla"))
+    kernels = {"xla": xla.ATTENTION, "other": xla.ATTENTION}
+    rows = kernel.measure(SMALL["causal"], {}, ["forward", "backward"], 7.0, kernels)
     assert [(row["implementation"], row["mode"]) for row in rows] == [
-        ("hopper", "forward"), ("xla", "forward"), ("hopper", "backward"), ("xla", "backward"),
+        ("xla", "forward"), ("other", "forward"), ("xla", "backward"), ("other", "backward"),
     ]  # fmt: skip
 
 
