@@ -28,7 +28,8 @@ from pallas_kernels.triton_blocks import Blocks
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 TF32 = ("tensorfloat32", "TF32_TF32_F32")  # by which jax.default_matmul_precision allows products of rounded float32
 LOG2_E = math.log2(math.e)
-BACKEND_OPTIONS = {"enable_fp_fusion": True}  # one instruction for a product and a sum, which Triton 3.10 has to be asked
+# One instruction for a product and a sum, which Triton 3.10 has to be asked for.
+BACKEND_OPTIONS = {"enable_fp_fusion": True}
 
 
 class Launch(NamedTuple):
