@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflash_jax import distflash_attention
+from distflash_jax import distflash_attention, trace
 from models.config import LlamaConfig
 from models.llama import Llama
 from train.data import reorder
@@ -158,6 +158,17 @@ def test_a_device_holds_its_part_of_the_state_and_layers_are_gathered_one_by_one
     stacked = program.state_struct.params["layers"]
     for name in (name for name in stacked if name.endswith("_proj")):
         assert f"f32[{','.join(map(str, stacked[name].shape))}]" not in text, name
+
+
+def test_operations_are_named_by_layer_part_and_step():
+    """By which a profile is read."""
+    three_steps((1, 2, 1), 1)
+    program = program_on((1, 2, 1), 1)
+    batch = jax.device_put(some_batch(0), program.batch_sharding)
+    text = program.step.lower(program.state_struct, batch).compile().as_text()
+    names = re.findall(r'op_name="([^"]*layer/attention/[^"]*)"', text)
+    steps = {f"{way}_step_{n}/compute" for way in ("forward", "backward") for n in range(3)}
+    assert {trace.find_scope(name) for name in names} >= steps | {"forward_step_0/fetch", "backward_step_1/return"}
 
 
 def test_the_state_starts_the_same_on_every_mesh():
