@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,15 +14,19 @@ PACKAGE = "pallas_kernels"
 SUFFIX = "_before"
 
 
-def load(folder: Path) -> dict[str, BlockAttention]:
-    """Its implementations, by their names with SUFFIX.
+def load(folder: Path, names: Iterable[str]) -> dict[str, BlockAttention]:
+    """Its implementations of these names, by their names with SUFFIX.
 
     Raises:
-        ValueError: the folder has none.
+        ValueError: the folder has no kernels, or none of such a name.
     """
     if not (folder / PACKAGE / "__init__.py").exists():
         raise ValueError(f"{folder}: must be a checkout with {PACKAGE}/")
     package = _import(folder)
+    names = list(names)
+    for name in names:
+        if name not in package.IMPLEMENTATIONS:
+            raise ValueError(f"{folder}: has no implementation {name!r}, only {sorted(package.IMPLEMENTATIONS)}")
 
     def translated(function: Callable[..., Any]) -> Callable[..., Any]:
         def operand(x: Operand) -> Any:
@@ -37,7 +41,7 @@ def load(folder: Path) -> dict[str, BlockAttention]:
 
     return {
         name + SUFFIX: BlockAttention(translated(kernel.forward), translated(kernel.backward))
-        for name, kernel in package.IMPLEMENTATIONS.items()
+        for name, kernel in ((name, package.IMPLEMENTATIONS[name]) for name in names)
     }
 
 

@@ -25,7 +25,11 @@ FIELDS = (
 def count_gpus() -> int:
     """Of this machine, as far as CUDA_VISIBLE_DEVICES lets them be seen; without a process of CUDA on them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if visible is None else len(visible.split(","))
+    return (
+        len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+        if visible is None
+        else len(visible.replace(",", " ").split())
+    )
 
 
 class Quantiles(NamedTuple):

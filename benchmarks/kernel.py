@@ -265,8 +265,7 @@ def main():
     try:
         cases = arguments.part.of(select(arguments.cases))
         if arguments.before is not None:
-            others = before.load(arguments.before)
-            kernels |= {name: others[name] for name in (x + before.SUFFIX for x in kernels) if name in others}
+            kernels |= before.load(arguments.before, kernels)
     except ValueError as error:
         parser.error(str(error))
     if arguments.table:

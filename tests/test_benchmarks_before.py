@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import before, kernel
+from benchmarks import before, harness, kernel
 from benchmarks.cases import Case, select
 from pallas_kernels import Mask, xla
 
@@ -19,7 +19,7 @@ def test_kernels_of_another_checkout_are_timed_beside_those_here(tmp_path):
     shutil.copytree(ROOT / "pallas_kernels", tmp_path / "pallas_kernels")
     path = tmp_path / "pallas_kernels/xla.py"
     path.write_text(path.read_text() + "\nATTENTION = BlockAttention(lambda *arguments: arguments, backward)\n")
-    found = before.load(tmp_path)
+    found = before.load(tmp_path, kernel.IMPLEMENTATIONS)
     assert found.keys() == {name + before.SUFFIX for name in kernel.IMPLEMENTATIONS}
     case = Case(24, 4, 2, 64, is_causal=True)
     inputs = kernel.random_inputs(case)
@@ -29,7 +29,15 @@ def test_kernels_of_another_checkout_are_timed_beside_those_here(tmp_path):
     assert type(mask).__name__ == "Mask" and type(mask) is not Mask
     assert importlib.import_module("pallas_kernels.xla") is xla and str(tmp_path) not in sys.path
     with pytest.raises(ValueError, match="must be a checkout with pallas_kernels/"):
-        before.load(tmp_path / "nowhere")
+        before.load(tmp_path / "nowhere", [])
+    with pytest.raises(ValueError, match=r"has no implementation 'newer', only \['hopper', 'triton', 'xla'\]"):
+        before.load(tmp_path, ["newer"])
+
+
+@pytest.mark.parametrize("visible, count", [("", 0), ("1", 1), ("0,3", 2)])
+def test_only_gpus_that_are_visible_are_counted(visible, count, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert harness.count_gpus() == count
 
 
 def test_parts_of_the_cases_are_all_of_them():
