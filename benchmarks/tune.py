@@ -48,7 +48,7 @@ def find_keys(implementation: str, dtype: str, compute_capability: str) -> list[
 def make_case(key: Key, tokens: int, heads: int) -> Case:
     """A call for which this entry is looked up: a window of a quarter of the tokens, documents until they are full.
 
-    The short kind is causal and has few tokens; no other kind is it from 16K tokens on.
+    The short kind is causal and has few tokens; no other kind is it from 16K tokens of 16 heads on.
     """
     _, head_dim, _, kind = key
     tokens = min(tokens, SHORT_KEYS) if kind == SHORT else tokens

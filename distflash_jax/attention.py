@@ -304,6 +304,8 @@ def _attention_bwd(plan: strategies.Plan, residuals: tuple[Any, ...], cotangents
     q, k, v, out, lse, dout, dlse = _once((q, k, v, out, lse, *cotangents))
     # d lse / d scores = weights, so the whole gradient of lse is one subtraction here.
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
+    # XLA would compute it where a kernel's operand is transposed, by threads that each walk along a row.
+    delta = lax.optimization_barrier(delta)
     return *plan.backward(q, k, v, dout, lse, delta, segments), None
 
 

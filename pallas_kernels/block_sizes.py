@@ -24,8 +24,10 @@ SHARED_MEMORY = 227 * 1024  # bytes that one thread block may have on sm90
 ALIGNMENT = 1024  # of each array in shared memory
 HEAD_DIMS = (64, 128, 192, 256)  # others are padded to the next
 KINDS = ("full", "causal", "window", "segments")
-SHORT = "short"  # one more kind of the forward: without segments, and a query sees fewer keys in the mean than
+SHORT = "short"  # one more kind of the forward, see forward_kind
 SHORT_KEYS = 4096
+LONG_GAIN = 1.07  # tiles for long rows over those for short ones, where no multiprocessor is left without work
+MULTIPROCESSORS = 132  # of an H100 or H200
 ALL_KINDS = (*KINDS, SHORT)
 FILE_VARIABLE = "DISTFLASH_BLOCK_SIZES"
 
@@ -36,7 +38,8 @@ class ForwardBlocks:
 
     warpgroups: those that compute, 64 query rows each. keys: of a tile. stages: tiles of K and of V in shared memory.
     staging: columns of float32 results that leave at a time.
-    skips_rescaling: a warp with no new maximum in its rows does not multiply their sums by 1.
+    skips_rescaling: a warp with no new maximum in its rows does not multiply their sums by 1. slack: a maximum is new
+    where it is more than 2^slack times as large, in its exponential, as the last one.
     compute_registers, copy_registers: a thread's; 64K a thread block, in multiples of 8.
     """
 
@@ -45,6 +48,7 @@ class ForwardBlocks:
     stages: int = 2
     staging: int = 64
     skips_rescaling: bool = True
+    slack: int = 0
     compute_registers: int = 240
     copy_registers: int = 24
 
@@ -81,8 +85,8 @@ Blocks = ForwardBlocks | BackwardBlocks
 Key = tuple[str, int, str, str]  # direction (dq: of the deterministic backward), head dim, dtype, kind of mask
 
 _FORWARD = {
-    64: ForwardBlocks(warpgroups=3, stages=3, skips_rescaling=False, compute_registers=160, copy_registers=32),
-    128: ForwardBlocks(warpgroups=3, keys=80, stages=3, compute_registers=160, copy_registers=32),
+    64: ForwardBlocks(warpgroups=3, stages=3, skips_rescaling=False, slack=8, compute_registers=160, copy_registers=32),
+    128: ForwardBlocks(warpgroups=3, keys=80, stages=3, slack=8, compute_registers=160, copy_registers=32),
     192: ForwardBlocks(keys=64),
     256: ForwardBlocks(keys=64, staging=32),
 }
@@ -99,9 +103,12 @@ _BACKWARD = {
     256: BackwardBlocks(dout_stages=1, splits_keys=False, is_frugal=True),
 }
 _OTHERS: Mapping[tuple[str, int, str], Blocks] = {
-    # Smaller tiles of rows, of which there are more, where each sees few keys.
-    ("forward", 128, SHORT): ForwardBlocks(),
-    ("forward", 128, "segments"): ForwardBlocks(),
+    ("forward", 64, SHORT): ForwardBlocks(
+        warpgroups=4, keys=64, stages=4, skips_rescaling=False, slack=8, compute_registers=112, copy_registers=32
+    ),
+    ("forward", 64, "segments"): replace(_FORWARD[64], slack=0),
+    ("forward", 128, SHORT): ForwardBlocks(slack=8),
+    ("forward", 128, "segments"): ForwardBlocks(slack=8),
     # Without a mask blocks fall out of step, and share less of the L2 cache, unless clusters hold them together.
     ("backward", 64, "full"): replace(_BACKWARD[64], cluster=2),
     ("backward", 256, "full"): replace(_BACKWARD[256], cluster=2),
@@ -116,6 +123,7 @@ TABLE: Mapping[Key, Blocks] = {
 # What the tune command tries, beside the entry of the table.
 CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
     ("forward", 64): (
+        _FORWARD[64],
         ForwardBlocks(),
         ForwardBlocks(stages=4),
         ForwardBlocks(keys=192),
@@ -146,8 +154,20 @@ def padded_head_dim(head_dim: int, sizes: tuple[int, ...] = HEAD_DIMS) -> int:
     raise ValueError(f"head dim {head_dim}: must be at most {sizes[-1]}")
 
 
-def forward_kind(mask: Mask, num_keys: int) -> str:
-    """Of a mask over so many keys, as the forward's entries of the table have it."""
+def forward_kind(mask: Mask, head_dim: int, num_heads: int, num_rows: int, num_keys: int) -> str:
+    """Of a mask, as the forward's entries of the table have it; num_heads: of queries, in all batches.
+
+    Short is what sees few keys in the mean. Without a mask all thread blocks take equally long, and it counts how long
+    the last of them leave multiprocessors without work.
+    """
+    if mask.kind == "full":
+
+        def rows_in_turn(kind: str) -> int:
+            """That a multiprocessor computes, one thread block after the other, until all are done."""
+            rows = TABLE["forward", head_dim, "bfloat16", kind].warpgroups * 64
+            return -(-num_heads * -(-num_rows // rows) // MULTIPROCESSORS) * rows
+
+        return SHORT if rows_in_turn(SHORT) * LONG_GAIN < rows_in_turn("full") else "full"
     seen = min(num_keys // (2 if mask.is_causal else 1), mask.window or num_keys)
     return SHORT if seen < SHORT_KEYS and mask.kind != "segments" else mask.kind
 

@@ -104,14 +104,14 @@ def _kernel(layout: Layout, *refs: Any, **scratch: Any) -> None:
     @pl.when(warpgroup < blocks.warpgroups)
     def _() -> None:
         plgpu.set_max_registers(blocks.compute_registers, action="increase")
-        acc, top, total = _compute(layout, task, warpgroup, **scratch)
+        out, lse = _compute(layout, task, warpgroup, **scratch)
         first = task.tile * layout.rows + warpgroup * ROWS
         # Where the queries were there is room for the whole tile.
         out_smem = scratch.get("out_smem", scratch["q_smem"]).at[warpgroup]
         lse_smem = scratch["lse_smem"].at[warpgroup]
-        lse_smem[...] = jnp.where(total > 0, (top + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
-        out = (acc * across_columns(1 / jnp.where(total > 0, total, 1.0), acc.shape)).astype(layout.dtype)
-        hopper_rows.store_rows(out, out_smem, out_ref.at[task.batch, pl.ds(first, ROWS), task.head])
+        lse_smem[...] = lse
+        target = out_ref.at[task.batch, pl.ds(first, ROWS), task.head]
+        hopper_rows.store_rows(out.astype(layout.dtype), out_smem, target)
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[task.batch, task.head, pl.ds(first, ROWS)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -120,10 +120,11 @@ def _compute(
     layout: Layout, task: Task, warpgroup: Int[Array, ""],
     *, q_smem: Any, k_smem: Any, v_smem: Any, q_full: Any, k_full: Any, v_full: Any, k_empty: Any, v_empty: Any,
     q_ids_smem: Any = None, k_ids_smem: Any = None, left_smem: Any = None, **_: Any,
-) -> tuple[Float[Array, "rows H"], Float[Array, " rows"], Float[Array, " rows"]]:  # fmt: skip
-    """(acc, top, total) of a compute warpgroup's rows: sum of p v, maximum of the scores in units of log 2, sum of p.
+) -> tuple[Float[Array, "rows H"], Float[Array, " rows"]]:  # fmt: skip
+    """(out, lse) of a compute warpgroup's rows.
 
-    Tiles go from the last to the first, so that under a causal mask those which need it come first.
+    Tiles go from the last to the first, so that under a causal mask those which need it come first. Of each row: peak
+    is the maximum of the scores so far, in units of log 2; top is what weights p = exp2(scores - top) are relative to.
     """
     blocks, tiles = layout.blocks, task.tiles
     shape = (ROWS, blocks.keys)
@@ -133,26 +134,27 @@ def _compute(
     q_ids, k_ids = (q_ids_smem.at[warpgroup], k_ids_smem) if layout.has_segments else (None, None)
     visible = partial(hopper_rows.visible_keys, layout, task, warpgroup, q_ids, k_ids)
 
-    def softmax(scores: Array, seen: Array | None, top: Array, total: Array) -> tuple[Array, Array, Array, Array]:
-        """(top, total, p, decay) after another tile of scores; each thread keeps a total of its own columns."""
+    def softmax(scores: Array, seen: Array | None, top: Array, peak: Array, total: Array) -> tuple[Array, ...]:
+        """(top, peak, total, p, decay) after another tile of scores; each thread keeps a total of its own columns."""
         if layout.softcap is not None:
             scores = hopper_rows.tanh(scores * (layout.scale / layout.softcap))
         if seen is not None:
             scores = jnp.where(seen, scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+        peak = jnp.maximum(peak, scores.max(axis=1) * factor)
+        new_top = jnp.where(peak > top + blocks.slack, peak, top) if blocks.slack else peak
         p = jnp.exp2(scores * factor - across_columns(new_top, shape))
         decay = jnp.exp2(top - new_top)
         total *= across_columns(decay, total.shape)
         for column in range(0, blocks.keys, LANES):
             total += p[:, column : column + LANES]
-        return new_top, total, p, decay
+        return new_top, peak, total, p, decay
 
     def first_tile(scores_ref: Any) -> Array:
         plgpu.wgmma(scores_ref, q_tile, k_smem.at[0].transpose((1, 0)))
         return scores_ref[...]
 
     def next_tile(i: Int[Array, ""], state: tuple[Array, ...], is_masked: bool) -> tuple[Array, ...]:
-        acc, top, total, p = state
+        acc, top, peak, total, p = state
         slot, slot_before = lax.rem(i, blocks.stages), lax.rem(i - 1, blocks.stages)
 
         def products(acc_ref: Any, p: Any, scores_ref: Any) -> tuple[Array, ...]:
@@ -161,21 +163,21 @@ def _compute(
             scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
             seen = visible(i, slot) if is_masked else None
             plgpu.barrier_arrive(k_empty.at[slot])
-            new_top, new_total, new_p, decay = softmax(scores, seen, top, total)
+            *sums, new_p, decay = softmax(scores, seen, top, peak, total)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(v_empty.at[slot_before])
             # p must not be rounded before this wait: the registers of a running product may not change, and the
             # assembler would run all products one after the other.
-            return new_top, new_total, lax.optimization_barrier(new_p).astype(q_smem.dtype), decay
+            return *sums, lax.optimization_barrier(new_p).astype(q_smem.dtype), decay
 
         # Before the accumulator is there: the compiler leaves out its zeros where a product follows them at once.
         plgpu.barrier_wait(v_full.at[slot_before])
         plgpu.barrier_wait(k_full.at[slot])
         scoped = lambda acc_ref, p: pl.run_scoped(partial(products, acc_ref, p), plgpu.ACC(shape, jnp.float32))
-        acc, (top, total, p, decay) = _accumulate(scoped, acc, p, left_smem, (top, total, p, top))
+        acc, (*sums, p, decay) = _accumulate(scoped, acc, p, left_smem, (top, peak, total, p, top))
         if blocks.skips_rescaling and not layout.is_interpreted:
-            return _multiply_where_needed(acc, decay), top, total, p
-        return acc * across_columns(decay, acc.shape), top, total, p
+            return _multiply_where_needed(acc, decay), *sums, p
+        return acc * across_columns(decay, acc.shape), *sums, p
 
     def last_product(acc_ref: Any, p: Any) -> tuple[()]:
         plgpu.wgmma(acc_ref, p, v_smem.at[slot])
@@ -189,18 +191,23 @@ def _compute(
     zeros = lambda columns: plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
     # The maximum of no scores is the lowest number, since -inf - -inf is none.
     lowest = jnp.full((ROWS,), jnp.finfo(jnp.float32).min, jnp.float32)
-    top, total, p, _ = softmax(scores, seen, lowest, zeros(LANES))
-    state = (zeros(layout.H), top, total, p.astype(q_smem.dtype))
+    *sums, p, _ = softmax(scores, seen, lowest, lowest, zeros(LANES))
+    state = (zeros(layout.H), *sums, p.astype(q_smem.dtype))
     state = lax.fori_loop(1, tiles.first_full, partial(next_tile, is_masked=True), state)
     state = lax.fori_loop(tiles.first_full, tiles.stop_full, partial(next_tile, is_masked=False), state)
     if layout.window is not None or layout.has_segments:  # keys before those that a row sees may be hidden
         state = lax.fori_loop(tiles.stop_full, tiles.num_tiles, partial(next_tile, is_masked=True), state)
-    acc, top, total, p = state
+    acc, top, peak, total, p = state
     slot = lax.rem(tiles.num_tiles - 1, blocks.stages)
     plgpu.barrier_wait(v_full.at[slot])
     acc, _ = _accumulate(last_product, acc, p, left_smem, ())
     plgpu.barrier_arrive(v_empty.at[slot])
-    return acc, top, total.sum(axis=1)
+    total = total.sum(axis=1)
+    lse = jnp.where(total > 0, (top + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+    # acc has the largest weight rounded; it is 1, which is not, unless top has stayed behind peak.
+    largest = jnp.exp2(peak - top)
+    divisor = total + (largest.astype(q_smem.dtype).astype(jnp.float32) - largest)
+    return acc * across_columns(1 / jnp.where(total > 0, divisor, 1.0), acc.shape), lse
 
 
 def _multiply_where_needed(acc: Float[Array, "rows H"], factor: Float[Array, " rows"]) -> Float[Array, "rows H"]:

@@ -96,8 +96,10 @@ def prepare(
         raise ValueError(f"scale={scale}: must be positive, the running maximum is taken before scaling")
     check_softcap(softcap)
     num_rows, num_keys = queries.box.num_rows, keys.box.num_rows
-    kind = block_sizes.forward_kind(mask, num_keys) if direction == "forward" else mask.kind
     H = block_sizes.padded_head_dim(q.shape[-1])
+    kind = mask.kind
+    if direction == "forward":
+        kind = block_sizes.forward_kind(mask, H, q.shape[0] * N, num_rows, num_keys)
     queries, keys = queries.aligned(COPY_ROWS), keys.aligned(COPY_ROWS)
     if q.shape[-1] != H:
         queries, keys = queries.with_head_dim(H), keys.with_head_dim(H)

@@ -1,5 +1,7 @@
 """The Hopper forward kernel: interpreted on the CPU against the oracle, and lowered to CUDA for an H200."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,16 +106,18 @@ def test_results_of_the_inputs_dtype_are_the_rounded_ones(head_dim):
 
 
 @pytest.mark.parametrize("growth", [0, 3])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["causal", block_sizes.SHORT])
 @pytest.mark.parametrize("name", ["odd lengths", "documents"])
-def test_tiles_of_long_rows(name, growth):
-    """Three warpgroups and 80 keys; running maxima that are replaced again and again where scores grow."""
+def test_maxima_that_are_replaced_again_and_again(name, kind, head_dim, growth):
+    """Scores grow, or not, in tiles of long rows, such as three warpgroups and 80 keys, and in those of short rows."""
     (T, S, N, K, _), scalars, others, _ = CASES[name]
-    queries, keys = operands((T, S, N, K, 128))
+    queries, keys = operands((T, S, N, K, head_dim))
     factor = jnp.exp2(-growth * jnp.arange(S) / 64)[:, None, None]  # tiles are visited from the last to the first
     k, v = keys.own
     keys = keys._replace(own=((k.astype(jnp.float32) * factor * (1 + 2 * growth)).astype(k.dtype), v))
     mask = Mask(*map(jnp.int32, scalars), **({"is_causal": True} | others))
-    assert_matches(queries, keys, mask, tiles=block_sizes.TABLE["forward", 128, "bfloat16", "causal"])
+    assert_matches(queries, keys, mask, tiles=block_sizes.TABLE["forward", head_dim, "bfloat16", kind])
 
 
 @pytest.mark.parametrize("name", ["odd lengths", "full", "window", "documents", "future", "far"])
@@ -136,6 +140,21 @@ def test_boxes_of_rows_and_heads_are_read_in_place():
         *operands((128, 128, 2, 1, 64), (None, None), boxes, num_heads=(4, 2)),
         Mask(*map(jnp.int32, (64, 0, 128)), True),
     )
+
+
+def test_tiles_of_short_rows_are_taken_where_few_keys_are_seen_or_multiprocessors_would_wait():
+    def kind(tokens, heads=16, **mask):
+        options = {"is_causal": True, "window": None, "segment_ids": None} | mask
+        return block_sizes.forward_kind(Mask(0, 0, tokens, **options), 128, heads, tokens, tokens)
+
+    full = partial(kind, is_causal=False)
+    # 8192 rows of 16 heads: 1024 tiles of 128 rows, 8 for most multiprocessors, or 688 of 192, 6 for some, 5 for most.
+    assert [full(tokens) for tokens in (1024, 4096, 8192, 16384)] == ["short"] * 3 + ["full"]
+    assert (full(8192, heads=32), full(8192, heads=24)) == ("full", "full")
+    assert [kind(4096), kind(8192), kind(65536, window=1024), kind(65536, window=4096)] == [
+        *("short", "causal", "short", "window"),
+    ]
+    assert kind(1024, segment_ids=(None, None)) == "segments"
 
 
 def lowered(num_rows, head_dim, dtype, kind, blocks=None):
