@@ -164,7 +164,8 @@ def forward_kind(mask: Mask, head_dim: int, num_heads: int, num_rows: int, num_k
 
         def rows_in_turn(kind: str) -> int:
             """That a multiprocessor computes, one thread block after the other, until all are done."""
-            rows = TABLE["forward", head_dim, "bfloat16", kind].warpgroups * 64
+            blocks: Any = TABLE["forward", head_dim, "bfloat16", kind]
+            rows = blocks.warpgroups * 64
             return -(-num_heads * -(-num_rows // rows) // MULTIPROCESSORS) * rows
 
         return SHORT if rows_in_turn(SHORT) * LONG_GAIN < rows_in_turn("full") else "full"

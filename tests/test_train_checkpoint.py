@@ -2,6 +2,7 @@
 
 import resource
 import shutil
+import threading
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from train import checkpoint, checksum
 from train.checkpoint import Checkpoints
 from train.flags import InputError, MeshShape
 from train.mesh import make_mesh
@@ -64,6 +66,67 @@ def test_state_and_position_come_back_exactly_and_three_checkpoints_are_kept(tmp
     save_steps(directory, [1, 2, 3, 10])
     assert restored_step(directory) == 10
     assert sorted(int(path.name) for path in directory.iterdir()) == [2, 3, 10]
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """An event, before which no save is written and no checksum known, and the threads that read arrays for Orbax."""
+    gate, readers = threading.Event(), []
+    begin, orbax_handler = checksum.begin, checkpoint.orbax.handlers.PyTreeHandler
+
+    def begin_slowly(arrays):
+        digests = begin(arrays)
+        return lambda: gate.wait(60) and digests()
+
+    class SlowHandler:
+        async def save(self, *given):
+            readers.append(threading.current_thread())
+            begun = await orbax_handler().save(*given)
+
+            async def write():
+                gate.wait(60)
+                await begun
+
+            return write()
+
+    monkeypatch.setattr(checksum, "begin", begin_slowly)
+    monkeypatch.setattr(checkpoint.orbax.handlers, "PyTreeHandler", SlowHandler)
+    yield gate, readers
+    gate.set()
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["in place", "copied"])
+def test_a_save_waits_for_no_write_compiles_nothing_and_is_of_the_state_before_the_next_step(
+    tmp_path, slow_disk, caplog, copies
+):
+    step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    checkpoints, state = Checkpoints(tmp_path / "checkpoints"), make_state(2)
+    gate, readers = slow_disk
+    gate.set()
+    assert checkpoints.prepare(state, copies=copies)
+    gate.clear()
+    with jax.log_compiles():
+        checkpoints.save(2, state, {"iterator": {"next_index": 2}, "checksum": 2**32 - 2})
+    assert not any("Compiling" in message for message in caplog.messages)
+    for _ in range(3):
+        state = jax.block_until_ready(step(state))
+    assert not checkpoints.pending.done()
+    gate.set()
+    assert checkpoints.pending.result() == checksum.of_state(checksum.digests(checkpoint.by_name(make_state(2))))
+    assert [reader is threading.main_thread() for reader in readers] == [not copies]
+    assert restored_step(tmp_path / "checkpoints") == 2
+
+
+def test_where_memory_of_the_host_is_short_a_save_does_without_a_copy(tmp_path, monkeypatch):
+    def exhausted(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
+
+    monkeypatch.setattr(checkpoint, "_copies", exhausted)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    assert not checkpoints.prepare(make_state(2), copies=True)
+    checkpoints.save(2, make_state(2), {"iterator": {"next_index": 2}, "checksum": 2**32 - 2})
+    checkpoints.pending.result()
+    assert restored_step(tmp_path / "checkpoints") == 2
 
 
 @pytest.fixture(scope="module")

@@ -108,10 +108,12 @@ def test_a_step_tells_its_seconds_what_it_waited_and_how_much_of_the_peak_it_use
             report.step(step, {"loss": 3.0, "num_tokens": 100, "peak_memory_gib": 1.5})
             with clock.phase("save"):
                 time.pass_by(50)
+    assert report.save_seconds == 50, "the last one held up no step"
     assert sink.is_closed
     assert [step for step, _ in sink.calls] == [1, 2]
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     expected = {"step_seconds": 2.0, "data_seconds": 0.5, "tokens_per_second": 40.0, "utilisation": 0.4}
+    expected |= {"save_seconds": 50.0}
     assert line == {"step": 2, "loss": 3.0, "num_tokens": 100, "peak_memory_gib": 1.5, "seconds_left": 2.5} | expected
     assert sink.calls[1][1].items() == {k: v for k, v in line.items() if k not in ("step", "seconds_left")}.items()
     assert report.summary == "loss 3.000 -> 3.000 (mean of the last 2 of 2 steps), 40 tokens/s"
@@ -240,9 +242,9 @@ def test_a_run_compiles_once_tells_all_sinks_and_accounts_for_its_time(stub, tmp
     command = [*SMALL, "--run-dir", str(run_dir), "--eval-fraction", "0.1", "--log", "trackio"]
     with jax.log_compiles():
         assert llama.main([*command, "--steps", "2"]) == 0
-    # The initial state, the step, and the losses of the evaluation: of whole rows, and of their pieces.
+    # The initial state, the step, the checksum, and the losses of the evaluation: of whole rows, and of their pieces.
     compiled = [message.split()[1] for message in caplog.messages if message.startswith("Compiling jit(")]
-    assert [compiled.count(f"jit({name})") for name in ("init", "step", "token_losses_of")] == [1, 1, 2]
+    assert [compiled.count(f"jit({name})") for name in ("init", "step", "sums", "token_losses_of")] == [1, 1, 1, 2]
     out, err = capsys.readouterr()
     lines = [json.loads(line) for line in out.splitlines()]
     logged = {(call[1], name) for call in calls if call[0] == "log" for name in call[2]}

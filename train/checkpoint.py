@@ -2,13 +2,15 @@
 
 import concurrent.futures
 import contextlib
+import copy
+import functools
 import json
 import logging
 import shutil
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +22,11 @@ from train import checksum, distributed
 from train.faults import fault
 from train.flags import InputError
 
-# Orbax compiles a slice for each array that the replicas share in writing: not worth it below a mebibyte.
+# Orbax would compile a slice for each array that replicas share in writing; those of a state that has any are small.
 _CONTEXT = orbax.Context()
-_CONTEXT.array.saving.min_slice_bytes_for_replica_parallel = 2**20
+_CONTEXT.array.saving.use_replica_parallel = False
+# It would take four times the processor's time to make floats 8 % smaller.
+_CONTEXT.array.saving.use_compression = False
 _PARTIAL = orbax.Context()
 _PARTIAL.pytree.loading.partial_load = True
 # What Orbax appends to the name of a checkpoint that is not whole yet, and we to that of one that is being deleted.
@@ -42,9 +46,9 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The last checkpoints in a folder, each renamed from a temporary name once it is whole.
 
-    A save copies the state off the devices and returns; the files follow in the background, and older checkpoints go
-    once the new one is whole. `pending` tells how that stands. With the state, its checksums are saved, by which a
-    restore finds out whether it is the same to the last bit.
+    A save starts a copy of the state off the devices and returns; the files follow in the background, and older
+    checkpoints go once the new one is whole. `pending` tells how that stands, and at last the checksum of the state.
+    With the state, those of its arrays are saved, by which a restore finds out whether it is the same to the last bit.
 
     Args:
       keep: how many checkpoints stay.
@@ -53,17 +57,39 @@ class Checkpoints:
     def __init__(self, directory: Path, *, keep: int = 3) -> None:
         self._directory = directory.absolute()
         self._keep = keep
-        self.pending: concurrent.futures.Future[None] | None = None
+        self._copies = False
+        self.pending: concurrent.futures.Future[str] | None = None
         self.notes: list[str] = []
 
-    def save(self, step: int, state: Any, position: dict[str, Any]) -> str:
-        """Begins to save what is needed to go on after `step` steps; returns the checksum of the state.
+    def prepare(self, state: Any, *, copies: bool) -> bool:
+        """Compiles what saves of such a state need; all processes have to ask.
+
+        Args:
+          copies: from now on a save does not wait until the state is off the devices, as it goes through pinned memory
+            of the host, which keeps room for it. On CPUs, where it is read in place, that is only more memory.
+
+        Returns:
+          Whether there is that room, if asked for.
+        """
+        arrays = by_name(state)
+        checksum.digests(arrays)
+        if copies:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                jax.block_until_ready(_copies(arrays))
+                self._copies = True
+        return self._copies == copies
+
+    def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
+        """Begins to save what is needed to go on after `step` steps; the state may then be donated.
 
         To be called when no save is under way. `position` is JSON. What goes wrong is in `pending`, nothing is raised.
         """
-        arrays = by_name(state)
-        digests = checksum.digests(arrays)
+        arrays, position, metadata = by_name(state), copy.deepcopy(position), {}
+        digests = checksum.begin(arrays)
         self.pending = saving = concurrent.futures.Future()
+
+        def complete() -> None:
+            metadata.update(_sealed({"position": position, "arrays": digests()}))
 
         def write() -> None:
             try:
@@ -71,24 +97,22 @@ class Checkpoints:
                 fault("whole", step, jax.process_index())
                 if distributed.is_first():
                     self._delete_old()
-                saving.set_result(None)
+                saving.set_result(checksum.of_state(digests()))
             # Orbax, TensorStore and the disk each have their own errors; all of them are to be told and tried again.
             except BaseException as error:
                 self._fail(saving, step, error)
 
         try:
             fault("save", step, jax.process_index())
+            tree = _Tree(_copies(arrays) if self._copies else arrays, complete, waits=not self._copies)
             with _CONTEXT:
                 response = orbax.save_checkpointables_async(
-                    str(self._directory / str(step)),
-                    {"state": arrays},
-                    custom_metadata=_sealed({"position": position, "arrays": digests}),
+                    str(self._directory / str(step)), {"state": tree}, custom_metadata=metadata
                 )
         except Exception as error:
             self._fail(saving, step, error)
         else:
             threading.Thread(target=write, name="save", daemon=True).start()
-        return checksum.of_state(digests)
 
     def restore(self, state_struct: Any, *, step: int | None = None) -> Restored | None:
         """Returns the newest whole checkpoint, or None where there is none. To be called before the first save.
@@ -248,6 +272,47 @@ class Checkpoints:
             (self._directory / str(step)).rename(target)
         if steps:
             distributed.barrier("checkpoints are moved away")
+
+
+class _Tree:
+    """What Orbax saves as it does any tree, but all of it in a thread of its own.
+
+    Args:
+      complete: is called there before the end.
+      waits: the arrays are read before, as they may be donated.
+    """
+
+    def __init__(self, arrays: dict[str, jax.Array], complete: Callable[[], None], *, waits: bool) -> None:
+        self._arrays = arrays
+        self._complete = complete
+        self._waits = waits
+
+    async def save(self, directory: orbax.path.PathAwaitingCreation) -> Awaitable[None]:
+        # The handler keeps the options that hold here, and not in that thread.
+        begin = functools.partial(orbax.handlers.PyTreeHandler().save, directory, self._arrays)
+        begun = await begin() if self._waits else None
+
+        async def write() -> None:
+            await (begun or await begin())
+            self._complete()
+
+        return write()
+
+    async def load(self, directory: orbax.path.Path) -> Awaitable[None]:
+        """Orbax's own handler does."""
+        raise NotImplementedError
+
+
+def _copies(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The same in pinned memory of the hosts, which may not be there yet as this returns."""
+    parts = {name: [shard.data for shard in array.addressable_shards] for name, array in arrays.items()}
+    copies = jax.device_put(parts, jax.tree.map(lambda part: part.sharding.with_memory_kind("pinned_host"), parts))
+    return {
+        name: jax.make_array_from_single_device_arrays(
+            array.shape, array.sharding.with_memory_kind("pinned_host"), copies[name]
+        )
+        for name, array in arrays.items()
+    }
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 import jax
@@ -26,12 +26,21 @@ def digests(arrays: Mapping[str, Array]) -> dict[str, str]:
     so whichever devices hold the parts, and changed by every flip of a single bit. Where replicas of an array differ,
     it has the checksums of all of them. All processes that hold parts have to ask.
     """
-    sums = by_device(arrays)
-    found = {}
-    for i, (name, leaf) in enumerate(arrays.items()):
-        replicas = sums[list(holders(leaf.sharding, leaf.shape)), i].sum(axis=1, dtype=np.uint32)
-        found[name] = f"{describe(leaf)} {'/'.join(sorted({replica.tobytes().hex() for replica in replicas}))}"
-    return found
+    return begin(arrays)()
+
+
+def begin(arrays: Mapping[str, Array]) -> Callable[[], dict[str, str]]:
+    """Starts to compute `digests`, for which only what it returns waits: the arrays may be donated before."""
+    computed = _begin(arrays)
+
+    def digests() -> dict[str, str]:
+        sums, found = np.asarray(computed), {}
+        for i, (name, leaf) in enumerate(arrays.items()):
+            replicas = sums[list(holders(leaf.sharding, leaf.shape)), i].sum(axis=1, dtype=np.uint32)
+            found[name] = f"{describe(leaf)} {'/'.join(sorted({replica.tobytes().hex() for replica in replicas}))}"
+        return found
+
+    return digests
 
 
 def by_device(arrays: Mapping[str, Array]) -> np.ndarray:
@@ -39,9 +48,7 @@ def by_device(arrays: Mapping[str, Array]) -> np.ndarray:
 
     Equal where two devices hold the same part. All processes that hold parts have to ask.
     """
-    leaves = list(arrays.values())
-    # Replicated, so that every process has a copy.
-    return np.asarray(_sums(tuple(_named(leaf.sharding) for leaf in leaves))(leaves).addressable_data(0))
+    return np.asarray(_begin(arrays))
 
 
 @functools.cache
@@ -68,6 +75,13 @@ def describe(array: Array | jax.ShapeDtypeStruct) -> str:
 def _named(sharding: Sharding) -> NamedSharding:
     """On a mesh also where it is that of a single device."""
     return sharding if isinstance(sharding, NamedSharding) else NamedSharding(Mesh([*sharding.device_set], "x"), P())
+
+
+def _begin(arrays: Mapping[str, Array]) -> UInt32[Array, "devices arrays 2"]:
+    """What `by_device` returns, once it is computed."""
+    leaves = list(arrays.values())
+    # Replicated, so that every process has a copy.
+    return _sums(tuple(_named(leaf.sharding) for leaf in leaves))(leaves).addressable_data(0)
 
 
 @functools.cache

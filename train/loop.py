@@ -117,6 +117,7 @@ def _train(config: Config, mesh: Mesh, clock: Clock, command: list[str]) -> None
             with clock.phase("compile"):
                 fault("compile", process=process)
                 take_step, evaluate = _compile(config, program, evaluation, clock)
+                _prepare(config, checkpoints, state)
             stop = saver.after_step(done, state, batches.position)
             while done < config.steps and not stop:
                 done += 1
@@ -213,6 +214,17 @@ def _compile(
         return distributed.gather(compiled[shape](params, placed))
 
     return step, lambda state: evaluation(functools.partial(token_losses, state.params))
+
+
+def _prepare(config: Config, checkpoints: Checkpoints, state: TrainState) -> None:
+    """What would hold up the first save; one line if each will wait for the state to come off the devices."""
+    # What is offloaded may need all pinned memory.
+    copies = config.platform == "cuda" and not config.remat.startswith("offload")
+    if not checkpoints.prepare(state, copies=copies):
+        say(
+            "warning   each save will wait until the state is off the devices, as the host's pinned memory has no room "
+            "for it; XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB sets that of a process, 64 by default"
+        )
 
 
 def _make_sinks(config: Config, run_dir: Path, *, first_step: int) -> list[Sink]:
@@ -363,6 +375,8 @@ def _tell_of_time(clock: Clock, run_dir: Path, *, steps: tuple[int, int]) -> Non
 def _conclude(report: Report, done: int, config: Config, run_dir: Path, command: list[str]) -> None:
     if report.losses:
         say(report.summary)
+    if report.save_seconds:
+        say(f"saves     held up the steps for {report.save_seconds:.3f} s")
     if done < config.steps:
         say(f"stopped after step {done} of {config.steps}; to resume: {shlex.join(command)}")
     else:

@@ -125,6 +125,7 @@ class Report:
         self._spent = clock.spent
         self.losses: list[float] = []
         self.speeds: list[float] = []
+        self.save_seconds = 0.0
 
     def __enter__(self) -> Self:
         if self._live:
@@ -141,11 +142,13 @@ class Report:
         """Tells of one finished step; `metrics` holds at least loss and num_tokens.
 
         Added are step_seconds, data_seconds (those that the step waited for its batch), tokens_per_second over
-        both, and utilisation: of the devices' peak, the share that the model's FLOPs need in that time.
+        both, and utilisation: of the devices' peak, the share that the model's FLOPs need in that time. After a save
+        also save_seconds, those that the step waited for it.
         """
         spent, before = self._clock.spent, self._spent
         self._spent = spent
-        data_seconds, step_seconds = ((spent[phase] - before[phase]) / 1e9 for phase in ("data", "step"))
+        taken = {phase: (spent[phase] - before[phase]) / 1e9 for phase in spent}
+        data_seconds, step_seconds, save_seconds = taken["data"], taken["step"], taken["save"]
         seconds = data_seconds + step_seconds
         self._seconds.append(seconds)
         self.speeds.append(metrics["num_tokens"] / seconds)
@@ -156,6 +159,9 @@ class Report:
         metrics |= {"step_seconds": step_seconds, "data_seconds": data_seconds}
         if self._ideal_seconds is not None:
             metrics["utilisation"] = self._ideal_seconds / seconds
+        if save_seconds:
+            metrics["save_seconds"] = save_seconds
+            self.save_seconds += save_seconds
         self._pass_on(step, metrics)
         if self._live and self._task is not None:
             fields = {

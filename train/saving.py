@@ -32,8 +32,8 @@ class Saver:
         self._interrupt = interrupt
         self._pace = pace
         self._since = time.monotonic()
-        # The step of the last save that was begun, and what to say once it is whole.
-        self._step, self._line = step, ""
+        # That of the last save that was begun.
+        self._step = step
         self._num_failures = 0
 
     def after_step(self, step: int, state: Any, position: dict[str, Any]) -> bool:
@@ -51,7 +51,7 @@ class Saver:
             self._tell_of_failure()
         # Not before it is whole for all, who else would not wait together for its end.
         elif pending is not None and not going_on:
-            self._tell_of_success()
+            self._tell_of_success(pending.result())
         if due:
             with self._pace.clock.phase("save"):
                 self._save(step, state, position)
@@ -77,7 +77,7 @@ class Saver:
     def _save(self, step: int, state: Any, position: dict[str, Any]) -> None:
         self._settle()
         self._since, self._step = time.monotonic(), step
-        self._line = f"checkpoint {step}: state {self._checkpoints.save(step, state, position)}"
+        self._checkpoints.save(step, state, position)
 
     def _settle(self) -> bool:
         """Waits for the save that was begun last; whether it is whole, in all processes."""
@@ -90,13 +90,13 @@ class Saver:
                 self._tell_of_failure()
                 return False
             if done.all():
-                self._tell_of_success()
+                self._tell_of_success(pending.result())
                 return True
         return True
 
-    def _tell_of_success(self) -> None:
+    def _tell_of_success(self, checksum: str) -> None:
         self._checkpoints.pending, self._num_failures = None, 0
-        say(self._line)
+        say(f"checkpoint {self._step}: state {checksum}")
 
     def _tell_of_failure(self) -> None:
         pending, self._checkpoints.pending = self._checkpoints.pending, None
