@@ -121,7 +121,7 @@ def test_where_memory_of_the_host_is_short_a_save_does_without_a_copy(tmp_path, 
     def exhausted(_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
 
-    monkeypatch.setattr(checkpoint, "_copies", exhausted)
+    monkeypatch.setattr(checkpoint, "_copy", exhausted)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     assert not checkpoints.prepare(make_state(2), copies=True)
     checkpoints.save(2, make_state(2), {"iterator": {"next_index": 2}, "checksum": 2**32 - 2})

@@ -245,6 +245,7 @@ with joined(Job("localhost:" + port, 2, process_id)):
     sharding = NamedSharding(make_mesh(MeshShape(seq=2), "cpu"), P("seq"))
     make = jax.jit(lambda step: {"x": jnp.arange(4096.0) + step}, out_shardings=sharding)
     checkpoints = Checkpoints(folder)
+    assert checkpoints.prepare(make(0), copies=True)
     for step in (1, 2):
         checkpoints.save(step, make(step), {"step": step})
         checkpoints.pending.result()

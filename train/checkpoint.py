@@ -75,7 +75,7 @@ class Checkpoints:
         checksum.digests(arrays)
         if copies:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                jax.block_until_ready(_copies(arrays))
+                jax.block_until_ready(jax.tree.map(_copy, arrays))
                 self._copies = True
         return self._copies == copies
 
@@ -86,10 +86,8 @@ class Checkpoints:
         """
         arrays, position, metadata = by_name(state), copy.deepcopy(position), {}
         digests = checksum.begin(arrays)
+        complete = lambda: metadata.update(_sealed({"position": position, "arrays": digests()}))
         self.pending = saving = concurrent.futures.Future()
-
-        def complete() -> None:
-            metadata.update(_sealed({"position": position, "arrays": digests()}))
 
         def write() -> None:
             try:
@@ -104,7 +102,8 @@ class Checkpoints:
 
         try:
             fault("save", step, jax.process_index())
-            tree = _Tree(_copies(arrays) if self._copies else arrays, complete, waits=not self._copies)
+            read = jax.tree.map(_copy, arrays) if self._copies else arrays
+            tree = _Tree(read, complete, waits=not self._copies)
             with _CONTEXT:
                 response = orbax.save_checkpointables_async(
                     str(self._directory / str(step)), {"state": tree}, custom_metadata=metadata
@@ -303,16 +302,12 @@ class _Tree:
         raise NotImplementedError
 
 
-def _copies(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _copy(array: jax.Array) -> jax.Array:
     """The same in pinned memory of the hosts, which may not be there yet as this returns."""
-    parts = {name: [shard.data for shard in array.addressable_shards] for name, array in arrays.items()}
-    copies = jax.device_put(parts, jax.tree.map(lambda part: part.sharding.with_memory_kind("pinned_host"), parts))
-    return {
-        name: jax.make_array_from_single_device_arrays(
-            array.shape, array.sharding.with_memory_kind("pinned_host"), copies[name]
-        )
-        for name, array in arrays.items()
-    }
+    pinned = lambda sharding: sharding.with_memory_kind("pinned_host")
+    parts = [shard.data for shard in array.addressable_shards]
+    copies = jax.device_put(parts, [pinned(part.sharding) for part in parts])
+    return jax.make_array_from_single_device_arrays(array.shape, pinned(array.sharding), copies)
 
 
 @contextlib.contextmanager

@@ -65,10 +65,10 @@ def checked(
     def take(number: int, state: Any, batch: Any) -> tuple[Any, Any]:
         if every is None or number % every:
             return step(state, batch)
-        first = checksum.by_device(by_name(step(jax.tree.map(jnp.copy, state), batch)[0]))
+        first = np.asarray(checksum.by_device(by_name(step(jax.tree.map(jnp.copy, state), batch)[0])))
         state, metrics = step(state, batch)
         arrays = by_name(state)
-        second = checksum.by_device(arrays)
+        second = np.asarray(checksum.by_device(arrays))
         if found := _difference(first, second):
             device, name = _devices(arrays)[found[0]], list(arrays)[found[1]]
             what = f"step {number}, taken twice on the same batch, gave another {name} on {_named(device)}"

@@ -31,7 +31,7 @@ def digests(arrays: Mapping[str, Array]) -> dict[str, str]:
 
 def begin(arrays: Mapping[str, Array]) -> Callable[[], dict[str, str]]:
     """Starts to compute `digests`, for which only what it returns waits: the arrays may be donated before."""
-    computed = _begin(arrays)
+    computed = by_device(arrays)
 
     def digests() -> dict[str, str]:
         sums, found = np.asarray(computed), {}
@@ -43,12 +43,14 @@ def begin(arrays: Mapping[str, Array]) -> Callable[[], dict[str, str]]:
     return digests
 
 
-def by_device(arrays: Mapping[str, Array]) -> np.ndarray:
-    """uint32[devices, arrays, 2]: what each device of their mesh, by the part that it holds, adds to each checksum.
+def by_device(arrays: Mapping[str, Array]) -> UInt32[Array, "devices arrays 2"]:
+    """What each device of their mesh, by the part that it holds, adds to each checksum.
 
     Equal where two devices hold the same part. All processes that hold parts have to ask.
     """
-    return np.asarray(_begin(arrays))
+    leaves = list(arrays.values())
+    # Replicated, so that every process has a copy.
+    return _sums(tuple(_named(leaf.sharding) for leaf in leaves))(leaves).addressable_data(0)
 
 
 @functools.cache
@@ -75,13 +77,6 @@ def describe(array: Array | jax.ShapeDtypeStruct) -> str:
 def _named(sharding: Sharding) -> NamedSharding:
     """On a mesh also where it is that of a single device."""
     return sharding if isinstance(sharding, NamedSharding) else NamedSharding(Mesh([*sharding.device_set], "x"), P())
-
-
-def _begin(arrays: Mapping[str, Array]) -> UInt32[Array, "devices arrays 2"]:
-    """What `by_device` returns, once it is computed."""
-    leaves = list(arrays.values())
-    # Replicated, so that every process has a copy.
-    return _sums(tuple(_named(leaf.sharding) for leaf in leaves))(leaves).addressable_data(0)
 
 
 @functools.cache
