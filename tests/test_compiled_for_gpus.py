@@ -50,6 +50,25 @@ def test_on_four_gpus_messages_travel_behind_kernels_and_no_whole_operand_is_cop
     assert predicted == pytest.approx(allocated, rel=0.1)
 
 
+ON_ONE_GPU = """
+import tempfile
+from pathlib import Path
+import numpy as np
+from jax.sharding import Mesh
+from benchmarks import compile, plugin
+with tempfile.TemporaryDirectory() as folder:
+    gpus = plugin.devices(1, plugin.find(), plugin.make_driver(Path(folder)))
+    print(compile.compile_attention(Mesh(np.array(gpus), "seq"), tokens=4096).as_text())
+"""
+
+
+def test_on_one_gpu_delta_is_summed_in_a_pass_of_its_own():
+    """Not where a kernel's operand is put together from it: there each thread would walk along a row by itself."""
+    passes = run("-c", ON_ONE_GPU).split("\n}\n")
+    sums = [x for x in passes if re.search(r" reduce\(", x)]
+    assert sums and not any(re.search(r" (concatenate|pad|select)\(", x) for x in sums)
+
+
 @pytest.mark.parametrize(
     ("num_workers", "kv_heads", "strategies"),
     [(4, 8, ("ulysses", "all_gather", "hybrid")), (3, 32, ("ring", "zigzag"))],
