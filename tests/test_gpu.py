@@ -168,12 +168,15 @@ def test_a_run_without_enough_memory_says_what_takes_it_and_what_to_try(tmp_path
     assert re.search(r"error: .* GiB.*most of it .* GiB; try ", ran.stderr.splitlines()[-1]), ran.stderr
 
 
-def job(run_dir: Path, num_processes: int, fault: str = "", platform: str = "cuda") -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each process of a run over two GPUs, which repeats bit by bit."""
+def job(
+    run_dir: Path, num_gpus: int, num_processes: int, fault: str = "", platform: str = "cuda"
+) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each process of a run that repeats bit by bit."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    command = [sys.executable, "-m", "train.llama", "--platform", platform, "--mesh", "seq=2", "--seq-len", "2048"]
-    command += ["--head-dim", "64", "--deterministic", "--steps", "12", "--save-every", "4", "--run-dir", str(run_dir)]
+    command = [sys.executable, "-m", "train.llama", "--platform", platform, "--mesh", f"seq={num_gpus}"]
+    command += ["--seq-len", "2048", "--head-dim", "64", "--deterministic", "--steps", "12"]
+    command += ["--save-every", "4", "--run-dir", str(run_dir)]
     children = []
     for i in range(num_processes):
         many = ["--coordinator", f"localhost:{port}", "--num-processes", str(num_processes), "--process-id", str(i)]
@@ -186,22 +189,28 @@ def job(run_dir: Path, num_processes: int, fault: str = "", platform: str = "cud
     return [(child.returncode, *end) for child, end in zip(children, ends, strict=True)]
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("num_processes", [1, 2], ids=["one_process_and_peer_copies", "two_processes"])
-def test_a_job_that_loses_a_process_resumes_bit_for_bit(num_processes, tmp_path):
+@pytest.mark.parametrize(
+    ("num_gpus", "num_processes"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.gpu(1), id="one_gpu"),
+        pytest.param(2, 1, marks=pytest.mark.gpu(2), id="one_process_and_peer_copies"),
+        pytest.param(2, 2, marks=pytest.mark.gpu(2), id="two_processes"),
+    ],
+)
+def test_a_job_that_loses_a_process_resumes_bit_for_bit(num_gpus, num_processes, tmp_path):
     def told(run: list[tuple[int, str, str]]) -> dict[int, float]:
         return {x["step"]: x["loss"] for x in map(json.loads, run[0][1].splitlines())}
 
     def state(run: list[tuple[int, str, str]]) -> str:
         return [line.split()[-1] for line in run[0][2].splitlines() if line.startswith("checkpoint ")][-1]
 
-    golden = job(tmp_path / "golden", num_processes)
+    golden = job(tmp_path / "golden", num_gpus, num_processes)
     assert [code for code, *_ in golden] == [0] * num_processes, golden
-    killed = job(tmp_path / "run", num_processes, fault=f"step@7/{num_processes - 1},kill")
+    killed = job(tmp_path / "run", num_gpus, num_processes, fault=f"step@7/{num_processes - 1},kill")
     codes = [code for code, *_ in killed]
     assert codes[-1] == -signal.SIGKILL and 0 not in codes
-    resumed = job(tmp_path / "run", num_processes)
+    resumed = job(tmp_path / "run", num_gpus, num_processes)
     assert [code for code, *_ in resumed] == [0] * num_processes, resumed
     assert "resuming after step 4" in resumed[0][2]
     assert told(killed) | told(resumed) == told(golden) and state(resumed) == state(golden)
