@@ -57,6 +57,7 @@ class ForwardBlocks:
 class BackwardBlocks:
     """How a thread block of the backward is laid out; two warpgroups compute.
 
+    rows: queries of a tile, 64 or 128; a warpgroup makes half of the columns of its dq, or 64 of its rows.
     stages: tiles of q in shared memory. dout_stages: tiles of dout, which is needed for a part of the time only.
     swizzle: bytes of a row of the 16-bit tiles; half of the head dim fills whole rows. staging: columns of dq, dk, dv
     that leave at a time: fewer than half of the head dim wait for one another.
@@ -64,10 +65,10 @@ class BackwardBlocks:
     and half of the columns, the scores twice: where the sums would not fit in registers otherwise.
     cluster: thread blocks, of neighbouring keys, to all of which the copy engine gives the same tiles of q and dout.
     ctas: query heads of a group are dealt to several thread blocks where there would be fewer than these.
-    has_prefetch: the next tile's scores are made while this one's gradients are; it takes registers. is_frugal: fewer
-    registers, since P' dO ends before dq begins and dS' is read from shared memory.
+    is_frugal: fewer registers, since P' dO ends before dq begins and dS' is read from shared memory.
     """
 
+    rows: int = 64
     stages: int = 2
     dout_stages: int = 2
     swizzle: int = 128
@@ -75,7 +76,6 @@ class BackwardBlocks:
     splits_keys: bool = True
     cluster: int = 1
     ctas: int = 256
-    has_prefetch: bool = False
     is_frugal: bool = False
     compute_registers: int = 240
     copy_registers: int = 24
@@ -97,7 +97,7 @@ _DQ = {
     256: ForwardBlocks(warpgroups=1, keys=64),
 }
 _BACKWARD = {
-    64: BackwardBlocks(stages=3, dout_stages=3, swizzle=64, staging=32, has_prefetch=True),
+    64: BackwardBlocks(rows=128),
     128: BackwardBlocks(),
     192: BackwardBlocks(swizzle=64, staging=96, splits_keys=False),
     256: BackwardBlocks(dout_stages=1, splits_keys=False, is_frugal=True),
@@ -133,8 +133,8 @@ CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
     ("forward", 192): (ForwardBlocks(keys=64, stages=3),),
     ("forward", 256): (),
     ("backward", 64): (
-        replace(_BACKWARD[64], has_prefetch=False),
         replace(_BACKWARD[64], is_frugal=True),
+        BackwardBlocks(stages=3, dout_stages=3, swizzle=64, staging=32),
     ),
     ("backward", 128): (BackwardBlocks(is_frugal=True),),
     ("backward", 192): (replace(_BACKWARD[192], is_frugal=True),),

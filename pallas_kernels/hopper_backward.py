@@ -27,7 +27,7 @@ from pallas_kernels import block_sizes, hopper_dq
 from pallas_kernels.block import Box, Gradients, Operand, check_softcap, vary_like
 from pallas_kernels.block_sizes import BackwardBlocks
 from pallas_kernels.hopper_keys import COMPUTE_WARPGROUPS, KEYS_PER_WARPGROUP, MEMBER, Plan, Worker
-from pallas_kernels.hopper_rows import COPY_ROWS, LOG2_E, ROWS, divide, store_rows
+from pallas_kernels.hopper_rows import COPY_ROWS, LOG2_E, divide, store_rows
 from pallas_kernels.masks import Mask, Scalar
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -78,9 +78,9 @@ def backward(
     k_stop = jnp.minimum(mask.k_stop, mask.k_start + keys.box.num_rows)  # behind the box lies no key of this task
     scalars = [mask.q_start, mask.k_start, k_stop, queries.is_peer, keys.is_peer]
     scalars = jnp.stack([jnp.asarray(x, jnp.int32) for x in scalars])
-    num_keys = plan.keys_per_tile * plan.blocks.cluster
-    table = mask.query_tiles(queries.box.num_rows, ROWS, keys.box.num_rows, num_keys)
-    q_ids, *k_ids = mask.tile_segments(ROWS, num_keys) if plan.has_segments else (None,)
+    num_rows, num_keys = plan.blocks.rows, plan.keys_per_tile * plan.blocks.cluster
+    table = mask.query_tiles(queries.box.num_rows, num_rows, keys.box.num_rows, num_keys)
+    q_ids, *k_ids = mask.tile_segments(num_rows, num_keys) if plan.has_segments else (None,)
     k_ids = [ids.reshape(plan.B, plan.num_key_tiles, plan.keys_per_tile) for ids in k_ids]
     stats = _stats(queries._replace(own=queries.own[2:], peer=queries.peer and queries.peer[2:]), q_ids, plan)
     operands = (rows.own, rows.peer or (), columns.own, columns.peer or ())
@@ -126,7 +126,7 @@ def _stats(
     """
     lse, delta = rows.read()  # small: reading them outside costs no pass over an operand
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E - math.log2(plan.weight))
-    size = ROWS
+    size = plan.blocks.rows
     padding = ((0, 0), (0, plan.num_query_tiles * size - lse.shape[1]), (0, 0))
     stats = jnp.stack([jnp.pad(lse, padding, constant_values=jnp.inf), jnp.pad(delta, padding)])
     stats = stats.reshape(2, plan.B, plan.num_query_tiles, size, plan.N).transpose(1, 4, 2, 0, 3)
@@ -148,7 +148,7 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
     batch, owner, keys = plan.place(lax.axis_index("cluster"))
     key_tile = keys * plan.blocks.cluster + lax.axis_index(MEMBER)
     warpgroup = lax.axis_index("warpgroup")
-    column = key_tile * plan.keys_per_tile
+    column, num_rows = key_tile * plan.keys_per_tile, plan.blocks.rows
     mask = Mask(scalars_ref[0], scalars_ref[1], scalars_ref[2], plan.is_causal, plan.window)
     # + 0: inside shard_map what is read is typed as varying over the mesh, what is computed here is not, and a loop
     # must count in one type.
@@ -192,7 +192,7 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
 
                 def copy_rows(refs, row, head):
                     for i in arrays:
-                        source = refs[i].at[batch, pl.ds(row + tile * ROWS, ROWS), head + q_head]
+                        source = refs[i].at[batch, pl.ds(row + tile * num_rows, num_rows), head + q_head]
                         plgpu.copy_gmem_to_smem(source, tiles[i].at[slot], full.at[slot], collective_axes=MEMBER)
 
                 _choose(scalars_ref[3], own_queries, peer_queries, plan.q_box, copy_rows)
@@ -216,21 +216,20 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
         def sums(dk_ref, dv_ref):
             worker = Worker(plan, scratch, warpgroup, first_key, own_columns, dk_ref, dv_ref)
 
-            def head(g, state):
-                def step(tile, state, is_masked):
-                    number, scores = state  # counted: a number that follows from the table would lie in each thread
+            def head(g, number):
+                def step(tile, number, is_masked):  # number: a count; what follows from the table lay in each thread
                     dq = _dq_tile(dq_ref, key_tile, batch, tile, owner * group + g, warpgroup, plan)
-                    place = (mask, tile * ROWS, column + first_key) if is_masked else None
-                    return number + 1, worker.step(number, number + 1 < num_tiles, scores, place, dq)
+                    place = (mask, tile * num_rows, column + first_key) if is_masked else None
+                    worker.step(number, place, dq)
+                    return number + 1
 
-                state = lax.fori_loop(start, full_start, partial(step, is_masked=True), state)
-                state = lax.fori_loop(full_start, full_stop, partial(step, is_masked=False), state)
+                number = lax.fori_loop(start, full_start, partial(step, is_masked=True), number)
+                number = lax.fori_loop(full_start, full_stop, partial(step, is_masked=False), number)
                 if plan.window is not None or plan.has_segments:  # queries after those that see a key may not see it
-                    state = lax.fori_loop(full_stop, stop, partial(step, is_masked=True), state)
-                return state
+                    number = lax.fori_loop(full_stop, stop, partial(step, is_masked=True), number)
+                return number
 
-            scores = worker.first_scores(num_tiles > 0) if plan.blocks.has_prefetch else None
-            lax.fori_loop(0, group, head, (jnp.int32(0), scores))
+            lax.fori_loop(0, group, head, jnp.int32(0))
             return dk_ref[...], dv_ref[...]
 
         dk, dv = pl.run_scoped(sums, *[plgpu.ACC((KEYS_PER_WARPGROUP, plan.columns), jnp.float32)] * 2)
@@ -244,12 +243,12 @@ def _kernel(scalars_ref, table_ref, *refs, plan: Plan) -> None:
 
 
 def _dq_tile(dq_ref, key_tile, batch, tile, q_head, warpgroup, plan: Plan):
-    """This warpgroup's half of the columns of a tile of dq; None where another kernel makes it."""
-    rows = pl.ds(tile * ROWS, ROWS)
+    """This warpgroup's part of a tile of dq; None where another kernel makes it."""
     if dq_ref is None:
         return None
     tiles = dq_ref.at[key_tile] if plan.is_interpreted else dq_ref
-    return tiles.at[batch, rows, q_head, pl.ds(warpgroup * (plan.H // 2), plan.H // 2)]
+    rows, columns = plan.part_of_dq(warpgroup)
+    return tiles.at[batch, pl.ds(tile * plan.blocks.rows + rows.start, rows.size), q_head, columns]
 
 
 def _choose(is_peer, own, peer, box: Box, use: Callable[[tuple, Scalar, Scalar], None]) -> None:

@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def num_query_tiles(self) -> int:
-        return pl.cdiv(self.T, ROWS)
+        return pl.cdiv(self.T, self.blocks.rows)
 
     @property
     def num_key_tiles(self) -> int:
@@ -143,8 +143,21 @@ class Plan:
         """Of dk and dv that a warpgroup sums."""
         return self.H if self.blocks.splits_keys else self.H // 2
 
+    @property
+    def dq_shape(self) -> tuple[int, int]:
+        """Of the part of a tile of dq that a warpgroup makes."""
+        return ROWS, self.H * self.blocks.rows // (COMPUTE_WARPGROUPS * ROWS)
+
+    def part_of_dq(self, warpgroup: Scalar) -> tuple[pl.Slice, pl.Slice]:
+        """(rows, columns) of this part in its tile."""
+        has_rows = self.blocks.rows > ROWS
+        return (
+            pl.ds(warpgroup * ROWS if has_rows else 0, ROWS),
+            pl.ds(0 if has_rows else warpgroup * self.dq_shape[1], self.dq_shape[1]),
+        )
+
     def scratch(self) -> Scratch:
-        rows, stages, dout_stages, H = ROWS, self.blocks.stages, self.blocks.dout_stages, self.H
+        rows, stages, dout_stages, H = self.blocks.rows, self.blocks.stages, self.blocks.dout_stages, self.H
         tile = partial(row_tiles, dtype=self.dtype, swizzle=self.blocks.swizzle)
         empty = partial(plgpu.Barrier, num_arrivals=COMPUTE_WARPGROUPS)
         free = partial(plgpu.ClusterBarrier, collective_axes=(MEMBER,))
@@ -183,7 +196,7 @@ class Worker:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return KEYS_PER_WARPGROUP, ROWS
+        return KEYS_PER_WARPGROUP, self.plan.blocks.rows
 
     def across(self, row) -> Array:
         """A number for each query, in every row of a tile."""
@@ -198,31 +211,15 @@ class Worker:
             spare[...] = left
             plgpu.wgmma(acc, spare, right)
 
-    def issue_scores(self, scores_ref, keys, slot) -> None:
-        plgpu.wgmma(scores_ref, self.scratch.k.at[keys], self.scratch.q.at[slot].transpose((1, 0)))
-
-    def first_scores(self, has_tiles) -> Array:
-        def scores(scores_ref):
-            pl.when(has_tiles)(lambda: plgpu.barrier_wait(self.scratch.q_full.at[0]))
-            self.issue_scores(scores_ref, pl.ds(self.first_key, KEYS_PER_WARPGROUP), 0)
-            return scores_ref[...]
-
-        return pl.run_scoped(scores, plgpu.ACC(self.shape, jnp.float32))
-
-    def step(self, number, has_next, scores: Array | None, place, dq_at) -> Array | None:
-        """One query tile against this warpgroup's keys: added to the sums dk and dv, and its dq to dq_at.
-
-        scores: of this tile where they were prefetched; then those of the next tile are returned.
-        """
+    def step(self, number, place, dq_at) -> None:
+        """One query tile against this warpgroup's keys: added to the sums dk and dv, and its dq to dq_at."""
         plan, scratch, blocks = self.plan, self.scratch, self.plan.blocks
         # 0, which the compiler cannot know: addresses that do not change in the loop it would compute before it, and
         # each would take two registers of every thread throughout.
         zero = lax.shift_right_logical(number, jnp.int32(30))
         keys = pl.ds(self.first_key + zero * KEYS_PER_WARPGROUP, KEYS_PER_WARPGROUP)
-        dq_columns = pl.ds((self.warpgroup + zero) * (plan.H // 2), plan.H // 2)
-        at = lambda i, stages: zero if stages == 1 else lax.rem(i, stages)
-        slot, next_slot = (at(i, blocks.stages) for i in (number, number + 1))
-        dout_slot = at(number, blocks.dout_stages)
+        dq_rows, dq_columns = plan.part_of_dq(self.warpgroup + zero)
+        slot, dout_slot = (zero if i == 1 else lax.rem(number, i) for i in (blocks.stages, blocks.dout_stages))
         q, dout, stats = scratch.q.at[slot], scratch.dout.at[dout_slot], scratch.stats.at[slot]
         if blocks.splits_keys:
             # Two buffers, so that one barrier is enough: who writes this one again has passed the barrier of the next
@@ -230,19 +227,15 @@ class Worker:
             dscores_tile = scratch.dscores.at[lax.rem(number, 2)]
         else:
             dscores_tile = scratch.dscores.at[self.warpgroup]
-        if not blocks.has_prefetch:
-            plgpu.barrier_wait(scratch.q_full.at[slot])
+        plgpu.barrier_wait(scratch.q_full.at[slot])
         if scratch.dout_full is not None:
             plgpu.barrier_wait(scratch.dout_full.at[dout_slot])
 
-        def gradient(dweights_ref, scores_ref=None):
-            tile = scores
-            if scores_ref is not None:
-                self.issue_scores(scores_ref, keys, slot)
+        def gradient(scores_ref, dweights_ref):
+            plgpu.wgmma(scores_ref, scratch.k.at[keys], q.transpose((1, 0)))
             plgpu.wgmma(dweights_ref, scratch.v.at[keys], dout.transpose((1, 0)))
-            if scores_ref is not None:  # the exponentials run while dP' is made
-                tile = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-            weights, slope = self.weights(tile, stats.at[0])
+            scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+            weights, slope = self.weights(scores, stats.at[0])  # the exponentials run while dP' is made
             if place is not None:
                 weights = jnp.where(self.visible(*place, stats), weights, 0.0)
             dweights = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=0)
@@ -252,8 +245,8 @@ class Worker:
             dscores = weights * (dweights - self.across(stats.at[1]))
             return weights, dscores if slope is None else dscores * slope
 
-        accumulators = [plgpu.ACC(self.shape, jnp.float32)] * (1 if blocks.has_prefetch else 2)
-        weights, dscores = (x.astype(plan.dtype) for x in pl.run_scoped(gradient, *accumulators))
+        gradients = pl.run_scoped(gradient, *[plgpu.ACC(self.shape, jnp.float32)] * 2)
+        weights, dscores = (x.astype(plan.dtype) for x in gradients)
         own_scores = dscores_tile.at[keys if blocks.splits_keys else pl.ds(0, KEYS_PER_WARPGROUP)]
         has_shared_scores = blocks.is_frugal or plan.is_interpreted
         if plan.has_dq or has_shared_scores:
@@ -262,22 +255,8 @@ class Worker:
         if plan.has_dq and blocks.splits_keys:
             plgpu.barrier_arrive(scratch.dscores_full)
 
-        def issue_next(next_ref) -> Array:
-            self.issue_scores(next_ref, keys, next_slot)
-            products()
-            return plgpu.wgmma_accumulator_load(next_ref, wait_n=0)
-
-        def products() -> None:
-            if plan.has_dq and blocks.splits_keys:
-                plgpu.barrier_wait(scratch.dscores_full)
-            if plan.has_dq:
-                pl.run_scoped(issue_dq, plgpu.ACC((ROWS, plan.H // 2), jnp.float32))
-            else:
-                issue_dk()
-            plgpu.wgmma_wait(0)
-
         def issue_dq(dq_ref) -> None:
-            plgpu.wgmma(dq_ref, dscores_tile.transpose((1, 0)), scratch.k.at[:, dq_columns])
+            plgpu.wgmma(dq_ref, dscores_tile.at[:, dq_rows].transpose((1, 0)), scratch.k.at[:, dq_columns])
             issue_dk()
             # wait_n=1: it is on its way to memory while dS' Q is made
             dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
@@ -293,16 +272,16 @@ class Worker:
             plgpu.wgmma_wait(0)
             if scratch.dout_empty is not None:
                 plgpu.barrier_arrive(scratch.dout_empty.at[dout_slot])
-        next_scores = None
-        if blocks.has_prefetch:
-            pl.when(has_next)(lambda: plgpu.barrier_wait(scratch.q_full.at[next_slot]))
-            next_scores = pl.run_scoped(issue_next, plgpu.ACC(self.shape, jnp.float32))
+        if plan.has_dq and blocks.splits_keys:
+            plgpu.barrier_wait(scratch.dscores_full)
+        if plan.has_dq:
+            pl.run_scoped(issue_dq, plgpu.ACC(plan.dq_shape, jnp.float32))
         else:
-            products()
+            issue_dk()
+        plgpu.wgmma_wait(0)
         if scratch.dout_empty is not None and not blocks.is_frugal:
             plgpu.barrier_arrive(scratch.dout_empty.at[dout_slot])
         plgpu.barrier_arrive(scratch.q_empty.at[slot])
-        return next_scores
 
     def weights(self, scores: Array, lse) -> tuple[Array, Array | None]:
         """exp of the scores less lse, and what a softcap multiplies their derivative by."""
@@ -320,7 +299,9 @@ class Worker:
         down = lambda x: lax.broadcast_in_dim(x, self.shape, [0])
         # The first row that sees each key: behind all of them for what is no key.
         own = numbers + (k_position - mask.q_start)
-        first = jnp.where(numbers < mask.k_stop - k_position, own if plan.is_causal else 0 * own, plan.T + ROWS)
+        first = jnp.where(
+            numbers < mask.k_stop - k_position, own if plan.is_causal else 0 * own, plan.T + self.shape[1]
+        )
         seen = down(first) <= rows
         if plan.window is not None:
             seen &= rows < down(own + plan.window)
