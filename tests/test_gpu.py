@@ -207,7 +207,9 @@ def test_a_job_that_loses_a_process_resumes_bit_for_bit(num_gpus, num_processes,
 
     golden = job(tmp_path / "golden", num_gpus, num_processes)
     assert [code for code, *_ in golden] == [0] * num_processes, golden
-    killed = job(tmp_path / "run", num_gpus, num_processes, fault=f"step@7/{num_processes - 1},kill")
+    # Steps take milliseconds: without a pause the run would be killed before the save of step 4 is whole.
+    fault = f"step@5,pause step@6,pause step@7/{num_processes - 1},kill"
+    killed = job(tmp_path / "run", num_gpus, num_processes, fault)
     codes = [code for code, *_ in killed]
     assert codes[-1] == -signal.SIGKILL and 0 not in codes
     resumed = job(tmp_path / "run", num_gpus, num_processes)
