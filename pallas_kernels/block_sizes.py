@@ -91,7 +91,7 @@ _FORWARD = {
     256: ForwardBlocks(keys=64, staging=32),
 }
 _DQ = {
-    64: ForwardBlocks(keys=64, stages=4),
+    64: ForwardBlocks(warpgroups=3, keys=64, stages=4, compute_registers=160, copy_registers=32),
     128: ForwardBlocks(keys=64, stages=3),
     192: ForwardBlocks(warpgroups=1, keys=64),
     256: ForwardBlocks(warpgroups=1, keys=64),
