@@ -69,6 +69,27 @@ def test_on_one_gpu_delta_is_summed_in_a_pass_of_its_own():
     assert sums and not any(re.search(r" (concatenate|pad|select)\(", x) for x in sums)
 
 
+CHECKSUM = """
+import tempfile
+from pathlib import Path
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from benchmarks import plugin
+from train import checksum
+with tempfile.TemporaryDirectory() as folder:
+    gpus = plugin.devices(2, plugin.find(), plugin.make_driver(Path(folder)))
+sharding = NamedSharding(Mesh(np.array(gpus), "seq"), P(None, "seq"))
+arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((32000, 768), (12, 768, 2048), (12, 2048, 768))] * 3
+compiled = checksum._sums((sharding,) * len(arrays)).lower(arrays).compile()
+print(compiled.memory_analysis().temp_size_in_bytes, compiled.as_text().count(" while("))
+"""
+
+
+def test_a_checksum_keeps_no_array_of_hashes_and_has_no_loop():
+    num_bytes, num_loops = map(int, run("-c", CHECKSUM).split())
+    assert num_bytes < 2**20 and num_loops == 0
+
+
 @pytest.mark.parametrize(
     ("num_workers", "kv_heads", "strategies"),
     [(4, 8, ("ulysses", "all_gather", "hybrid")), (3, 32, ("ring", "zigzag"))],

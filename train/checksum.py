@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import jax
@@ -15,7 +15,8 @@ from jaxtyping import Array, UInt32
 
 # Odd multipliers of two sums, so that what one misses, the other finds.
 _MULTIPLIERS = (0x9E3779B1, 0x85EBCA6B)
-# Elements that are summed at a time: of all, XLA:CPU would keep every product.
+# Elements that are summed at a time on CPUs, where XLA would keep every product. On GPUs it fuses them into the sum,
+# and a loop would take six times as long to compile.
 _PIECE = 2**21
 
 
@@ -94,31 +95,43 @@ def _sums_of_part(part: Array, sharding: NamedSharding) -> UInt32[Array, "2"]:
     """Of what a device holds of an array that is spread so."""
     if part.size >= 2**32:
         raise ValueError(f"{describe(part)}: at most 2**32 elements of an array on a device")
-    flat, size = part.reshape(-1), min(part.size, _PIECE)
+    on_cpu = cast(Mesh, sharding.mesh).devices.flat[0].platform == "cpu"
+    size = min(part.size, _PIECE) if on_cpu else part.size
 
     def add(piece: Array, sums: Array) -> UInt32[Array, "2"]:
         # The last one begins within the one before, of which it leaves out what is summed already.
         begin = piece * np.uint32(size)
         local = jnp.minimum(begin, np.uint32(part.size - size)) + jnp.arange(size, dtype=jnp.uint32)
-        words = jnp.where(local >= begin, _words(jax.lax.dynamic_slice(flat, (local[0],), (size,))).T, 0)
-        index = _index(local, part.shape, sharding) * np.uint32(words.ndim)
-        # Of an element of 64 bits, two words.
-        index += jnp.arange(words.ndim, dtype=jnp.uint32)[:, None] if words.ndim == 2 else np.uint32(0)
-        hashes = [jnp.sum(words * _odd_hash(index, np.uint32(m)), dtype=jnp.uint32) for m in _MULTIPLIERS]
-        return sums + jnp.stack(hashes)
+        elements = jax.lax.dynamic_slice(part.reshape(-1), (local[0],), (size,))
+        index = _index(jnp.unravel_index(local, part.shape), part.shape, sharding)
+        return sums + _hashed(jnp.where(local >= begin, _words(elements).T, 0).T, index)
 
-    return jax.lax.fori_loop(np.uint32(0), np.uint32(-(-part.size // size)), add, jnp.zeros(2, jnp.uint32))
+    if size < part.size:
+        return jax.lax.fori_loop(np.uint32(0), np.uint32(-(-part.size // size)), add, jnp.zeros(2, jnp.uint32))
+    # Tied to the array, or XLA makes the hashes of all arrays of a shape once, and keeps them.
+    part, zero = jax.lax.optimization_barrier((part, jnp.uint32(0)))
+    iota = lambda axis: jax.lax.broadcasted_iota(jnp.uint32, part.shape, axis) + zero
+    return _hashed(_words(part), _index(tuple(map(iota, range(part.ndim))), part.shape, sharding))
 
 
-def _index(local: UInt32[Array, "n"], shape: tuple[int, ...], sharding: NamedSharding) -> UInt32[Array, "n"]:
-    """Indices in the whole array, modulo 2^32, of those in this device's part, which has this shape."""
-    index, stride = jnp.zeros_like(local), 1
+def _hashed(words: UInt32[Array, "..."], index: UInt32[Array, "..."]) -> UInt32[Array, "2"]:
+    """Sums of words times hashes of their elements' indices; of one of 64 bits there are two words, in a last axis."""
+    if words.ndim > index.ndim:
+        index = index[..., None] * np.uint32(2) + jnp.arange(2, dtype=jnp.uint32)
+    return jnp.stack([jnp.sum(words * _odd_hash(index, np.uint32(m)), dtype=jnp.uint32) for m in _MULTIPLIERS])
+
+
+def _index(
+    places: Sequence[UInt32[Array, "..."]], shape: tuple[int, ...], sharding: NamedSharding
+) -> UInt32[Array, "..."]:
+    """Indices in the whole array, modulo 2^32, of elements of this device's part, by their places along its axes."""
+    index, stride = jnp.uint32(0), 1
     for axis in reversed(range(len(shape))):
         names = sharding.spec[axis] if axis < len(sharding.spec) else None
-        size, names = np.uint32(shape[axis]), (names,) if isinstance(names, str) else names or ()
-        offset = jax.lax.axis_index(names).astype(jnp.uint32) * size if names else np.uint32(0)
-        index += (local % size + offset) * np.uint32(stride % 2**32)
-        local, stride = local // size, stride * shape[axis] * math.prod(sharding.mesh.shape[name] for name in names)
+        names = (names,) if isinstance(names, str) else names or ()
+        offset = jax.lax.axis_index(names).astype(jnp.uint32) * np.uint32(shape[axis]) if names else np.uint32(0)
+        index += (places[axis] + offset) * np.uint32(stride % 2**32)
+        stride *= shape[axis] * math.prod(sharding.mesh.shape[name] for name in names)
     return index
 
 
