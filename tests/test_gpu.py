@@ -168,6 +168,26 @@ def test_a_run_without_enough_memory_says_what_takes_it_and_what_to_try(tmp_path
     assert re.search(r"error: .* GiB.*most of it .* GiB; try ", ran.stderr.splitlines()[-1]), ran.stderr
 
 
+CHECKSUMS = """
+import jax, jax.numpy as jnp, numpy as np
+from train import checksum
+numbers = np.random.default_rng(0).integers(0, 2**32, size=(3, 1000, 1001), dtype=np.uint32)
+arrays = {"a": numbers.view(np.float32), "b": numbers.view(np.uint16).view(jnp.bfloat16), "c": numbers[0, 0, 0]}
+print(checksum.digests({name: jnp.asarray(x) for name, x in arrays.items()}))
+"""
+
+
+@pytest.mark.gpu(1)
+def test_the_checksums_are_the_cpus():
+    def run(platform: str) -> str:
+        environment = os.environ | {"JAX_PLATFORMS": platform}
+        child = subprocess.run([sys.executable, "-c", CHECKSUMS], cwd=ROOT, env=environment, capture_output=True)
+        assert child.returncode == 0, child.stderr
+        return child.stdout.decode()
+
+    assert run("cuda") == run("cpu")
+
+
 def job(
     run_dir: Path, num_gpus: int, num_processes: int, fault: str = "", platform: str = "cuda"
 ) -> list[tuple[int, str, str]]:
