@@ -91,6 +91,7 @@ KERNEL = {
     for case in (
         *(Case(T, 16, 16, H, is_causal) for H in (64, 128, 256) for is_causal in (False, True) for T in TOKENS),
         *(Case(T, 32, 8, H, is_causal=True) for H in (64, 128, 256) for T in TOKENS),
+        *(Case(T, 16, 16, 96, is_causal) for is_causal in (False, True) for T in (4096, 16384)),
         *masked(16),
         *(Case(65536, 16, 16, H, is_causal=True, documents=DOCUMENTS) for H in (64, 256)),
     )

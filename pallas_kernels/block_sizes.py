@@ -22,7 +22,7 @@ from pallas_kernels.masks import Mask
 
 SHARED_MEMORY = 227 * 1024  # bytes that one thread block may have on sm90
 ALIGNMENT = 1024  # of each array in shared memory
-HEAD_DIMS = (64, 128, 192, 256)  # others are padded to the next
+HEAD_DIMS = (64, 96, 128, 192, 256)  # others are padded to the next
 KINDS = ("full", "causal", "window", "segments")
 SHORT = "short"  # one more kind of the forward, see forward_kind
 SHORT_KEYS = 4096
@@ -37,7 +37,7 @@ class ForwardBlocks:
     """How a thread block of the forward is laid out.
 
     warpgroups: those that compute, 64 query rows each. keys: of a tile. stages: tiles of K and of V in shared memory.
-    staging: columns of float32 results that leave at a time.
+    staging: columns of float32 results that leave at a time; what divides the head dim with it, if it does not.
     skips_rescaling: a warp with no new maximum in its rows does not multiply their sums by 1. slack: a maximum is new
     where it is more than 2^slack times as large, in its exponential, as the last one.
     compute_registers, copy_registers: a thread's; 64K a thread block, in multiples of 8.
@@ -86,18 +86,21 @@ Key = tuple[str, int, str, str]  # direction (dq: of the deterministic backward)
 
 _FORWARD = {
     64: ForwardBlocks(warpgroups=3, stages=3, skips_rescaling=False, slack=8, compute_registers=160, copy_registers=32),
+    96: ForwardBlocks(warpgroups=3, keys=80, stages=3, slack=8, compute_registers=160, copy_registers=32),
     128: ForwardBlocks(warpgroups=3, keys=80, stages=3, slack=8, compute_registers=160, copy_registers=32),
     192: ForwardBlocks(keys=64),
     256: ForwardBlocks(keys=64, staging=32),
 }
 _DQ = {
     64: ForwardBlocks(warpgroups=3, keys=64, stages=4, compute_registers=160, copy_registers=32),
+    96: ForwardBlocks(keys=64, stages=3),
     128: ForwardBlocks(keys=64, stages=3),
     192: ForwardBlocks(warpgroups=1, keys=64),
     256: ForwardBlocks(warpgroups=1, keys=64),
 }
 _BACKWARD = {
     64: BackwardBlocks(rows=128),
+    96: BackwardBlocks(swizzle=32, staging=48),
     128: BackwardBlocks(),
     192: BackwardBlocks(swizzle=64, staging=96, splits_keys=False),
     256: BackwardBlocks(dout_stages=1, splits_keys=False, is_frugal=True),
@@ -107,8 +110,7 @@ _OTHERS: Mapping[tuple[str, int, str], Blocks] = {
         warpgroups=4, keys=64, stages=4, skips_rescaling=False, slack=8, compute_registers=112, copy_registers=32
     ),
     ("forward", 64, "segments"): replace(_FORWARD[64], slack=0),
-    ("forward", 128, SHORT): ForwardBlocks(slack=8),
-    ("forward", 128, "segments"): ForwardBlocks(slack=8),
+    **{("forward", H, kind): ForwardBlocks(slack=8) for H in (96, 128) for kind in (SHORT, "segments")},
     # Without a mask blocks fall out of step, and share less of the L2 cache, unless clusters hold them together.
     ("backward", 64, "full"): replace(_BACKWARD[64], cluster=2),
     ("backward", 256, "full"): replace(_BACKWARD[256], cluster=2),
@@ -129,6 +131,7 @@ CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
         ForwardBlocks(keys=192),
         ForwardBlocks(keys=192, stages=3),
     ),
+    ("forward", 96): (ForwardBlocks(slack=8), replace(_FORWARD[96], keys=96)),
     ("forward", 128): (_FORWARD[128], ForwardBlocks(), replace(_FORWARD[128], keys=64, stages=4)),
     ("forward", 192): (ForwardBlocks(keys=64, stages=3),),
     ("forward", 256): (),
@@ -136,6 +139,7 @@ CANDIDATES: Mapping[tuple[str, int], tuple[Blocks, ...]] = {
         replace(_BACKWARD[64], is_frugal=True),
         BackwardBlocks(stages=3, dout_stages=3, swizzle=64, staging=32),
     ),
+    ("backward", 96): (replace(_BACKWARD[96], is_frugal=True),),
     ("backward", 128): (BackwardBlocks(is_frugal=True),),
     ("backward", 192): (replace(_BACKWARD[192], is_frugal=True),),
     ("backward", 256): (replace(_BACKWARD[256], dout_stages=2, staging=32),),

@@ -133,7 +133,7 @@ def make_scratch(layout: Layout, dtype: jnp.dtype, num_q_arrivals: int) -> dict[
     """Shared memory and barriers of a thread block; num_q_arrivals: copies for each warpgroup before the keys."""
     blocks, H = layout.blocks, layout.H
     # The product with V takes as many keys at a time as a row of its swizzled tiles has columns.
-    swizzle = next(swizzle for swizzle in (128, 64, 32) if blocks.keys % (swizzle // dtype.itemsize) == 0)
+    swizzle = widest_swizzle(dtype, H, blocks.keys)
     scratch = {
         "q_smem": row_tiles((blocks.warpgroups, ROWS, H), dtype),
         "k_smem": row_tiles((blocks.stages, blocks.keys, H), dtype),
@@ -145,7 +145,7 @@ def make_scratch(layout: Layout, dtype: jnp.dtype, num_q_arrivals: int) -> dict[
         "v_empty": plgpu.Barrier(num_arrivals=blocks.warpgroups, num_barriers=blocks.stages),
     }
     if layout.dtype != dtype:  # others fit where the queries were
-        scratch["out_smem"] = row_tiles((blocks.warpgroups, ROWS, blocks.staging), layout.dtype)
+        scratch["out_smem"] = row_tiles((blocks.warpgroups, ROWS, math.gcd(blocks.staging, H)), layout.dtype)
     if layout.has_segments:
         scratch["q_ids_smem"] = plgpu.SMEM((blocks.warpgroups, ROWS), jnp.float32)
         width = blocks.keys + -blocks.keys % COPY_COLUMNS  # the copy engine writes to multiples of 128 bytes
@@ -156,8 +156,14 @@ def make_scratch(layout: Layout, dtype: jnp.dtype, num_q_arrivals: int) -> dict[
     return scratch
 
 
-def row_tiles(shape: tuple[int, ...], dtype: jnp.dtype, swizzle: int = 128) -> Any:
-    """Shared memory in the layout of the matrix units: tiles of 8 rows of `swizzle` bytes."""
+def widest_swizzle(dtype: DTypeLike, *columns: int) -> int:
+    """The most bytes that a row of a tile can have of which each of these numbers of columns is whole rows."""
+    return next(x for x in (128, 64, 32) if all(n * jnp.dtype(dtype).itemsize % x == 0 for n in columns))
+
+
+def row_tiles(shape: tuple[int, ...], dtype: jnp.dtype, swizzle: int | None = None) -> Any:
+    """Shared memory in the layout of the matrix units: tiles of 8 rows of `swizzle` bytes, by default the widest."""
+    swizzle = swizzle or widest_swizzle(dtype, shape[-1])
     tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 

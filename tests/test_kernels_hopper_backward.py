@@ -90,6 +90,7 @@ def compare(ours, plain, exact, dtype):
         pytest.param((1, 130, 1, 130, 1, 64, "bfloat16"), (0, 70, 200, True), id="first rows see nothing"),
         pytest.param((1, 64, 1, 130, 1, 128, "bfloat16"), (0, 0, 0, True), id="no task"),
         pytest.param((1, 72, 1, 72, 1, 96, "bfloat16"), (0, 0, 72, True), id="head dim 96"),
+        pytest.param((1, 72, 1, 150, 1, 96, "bfloat16"), (78, 0, 150, True), id="head dim 96"),
         pytest.param((1, 72, 1, 72, 1, 192, "bfloat16"), (0, 0, 72, True), id="head dim 192"),
         pytest.param((1, 72, 1, 72, 1, 256, "bfloat16"), (0, 0, 72, True), id="head dim 256"),
         pytest.param((1, 200, 1, 200, 1, 64, "bfloat16"), (0, 0, 200, True, 50), id="window"),
@@ -116,6 +117,7 @@ def test_a_group_of_heads_is_dealt_to_several_thread_blocks_where_there_are_few(
     [
         pytest.param((1, 131, 2, 131, 1, 64, "bfloat16"), (0, 0, 131, True), id="diagonal, odd, grouped"),
         pytest.param((1, 70, 1, 150, 1, 128, "float16"), (1000, 0, 150, True, 960), id="far chunk, window"),
+        pytest.param((1, 72, 1, 72, 1, 96, "bfloat16"), (0, 0, 72, True), id="head dim 96"),
         pytest.param((1, 72, 1, 72, 1, 192, "bfloat16"), (0, 0, 72, False), id="full, head dim 192"),
         pytest.param((1, 200, 1, 200, 1, 64, "bfloat16"), (0, 0, 200, True, None, (30, 40, 170)), id="documents"),
     ],

@@ -84,7 +84,7 @@ def test_interpreted_kernel_matches_the_oracle(name):
     assert_matches(*operands(shape), Mask(*map(jnp.int32, scalars), **({"is_causal": True} | others)), softcap)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_results_of_the_inputs_dtype_are_the_rounded_ones(head_dim):
     """They leave by other ways through shared memory."""
     queries, keys = operands((77, 205, 2, 1, head_dim))
