@@ -72,7 +72,7 @@ def test_documents_and_windows_hide_what_a_dense_mask_hides():
 
 
 def test_the_grid_has_the_sizes_that_its_names_say():
-    assert len(KERNEL) == 8 * 3 * 3 + 2 * 5 + 2
+    assert len(KERNEL) == 8 * 3 * 3 + 2 * 2 + 2 * 5 + 2
     for name, case in KERNEL.items():
         tokens, head_dim, heads, _ = name.split("_")
         assert (int(tokens[:-1]) * 1024, int(head_dim[1:])) == (case.T, case.H) and case.B == 1
@@ -322,9 +322,9 @@ def test_tuning_prints_a_line_for_each_case_and_writes_what_the_kernels_then_fin
 
 def test_an_unknown_entry_of_a_file_of_block_sizes_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "block_sizes.json"
-    block_sizes.write(path, "hopper", {("forward", 96, "bfloat16", "causal"): ForwardBlocks()})
+    block_sizes.write(path, "hopper", {("forward", 80, "bfloat16", "causal"): ForwardBlocks()})
     monkeypatch.setenv(block_sizes.FILE_VARIABLE, str(path))
-    with pytest.raises(ValueError, match=r"block_sizes\.json: no entry 'forward 96 bfloat16 causal' of hopper"):
+    with pytest.raises(ValueError, match=r"block_sizes\.json: no entry 'forward 80 bfloat16 causal' of hopper"):
         block_sizes.find("forward", 128, jnp.bfloat16, "full")
 
 
