@@ -59,8 +59,8 @@ class BackwardBlocks:
 
     rows: queries of a tile, 64 or 128; a warpgroup makes half of the columns of its dq, or 64 of its rows.
     stages: tiles of q in shared memory. dout_stages: tiles of dout, which is needed for a part of the time only.
-    swizzle: bytes of a row of the 16-bit tiles; the columns of a part of dq fill whole rows. staging: columns of dq, dk,
-    dv that leave at a time: fewer than half of the head dim wait for one another.
+    swizzle: bytes of a row of the 16-bit tiles; the columns of a part of dq fill whole rows. staging: columns of dq,
+    dk, dv that leave at a time: fewer than half of the head dim wait for one another.
     splits_keys: each warpgroup takes 64 of 128 keys, with all columns of dk and dv; without, both take the same 64 keys
     and half of the columns, the scores twice: where the sums would not fit in registers otherwise.
     cluster: thread blocks, of neighbouring keys, to all of which the copy engine gives the same tiles of q and dout.
